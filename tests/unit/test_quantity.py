@@ -79,3 +79,7 @@ def test_text_is_the_short_one() -> None:
 def test_nearest_name() -> None:
     assert nearest_name("Warmpup", ["warmup", "decay"]) == "warmup"
     assert nearest_name("zzz", ["warmup", "decay"]) is None
+
+
+def test_text_of_an_amount_without_decimal_form_is_marked() -> None:
+    assert str(Quantity.of(Fraction(1, 3), Kind.TIME)) == "~0.333333s"

@@ -94,7 +94,8 @@ class Quantity:
 
     def __str__(self) -> str:
         units = {unit: size for unit, size in _UNITS[self.kind].items() if unit != "step" or self.amount == 1}
-        return min((_decimal(self.amount / size) + unit for unit, size in units.items()), key=len)
+        texts = [text + unit for unit, size in units.items() if (text := _decimal(self.amount / size)) is not None]
+        return min(texts, key=lambda text: ("." in text, len(text))) if texts else f"~{float(self.amount):.6g}{next(iter(units))}"
 
 
 def parse(text: str, *kinds: Kind) -> Quantity:
@@ -130,14 +131,12 @@ def _unit_advice(unit: str, allowed: tuple[Kind, ...]) -> str:
     return f"did you mean {near!r}? Units allowed here: {listed}." if near else f"units allowed here: {listed}."
 
 
-def _decimal(value: Fraction) -> str:
-    """Return the exact decimal text of `value`; one that has none (a third) is shown to 6 digits after a tilde."""
-    if value.denominator == 1:
-        return str(value.numerator)
+def _decimal(value: Fraction) -> str | None:
+    """Return the exact decimal text of `value`, or None for one that has none (a third) or an endless-looking one."""
     rest, places = value.denominator, 0
-    while rest % 10 == 0 or rest % 2 == 0 or rest % 5 == 0:
+    while rest % 2 == 0 or rest % 5 == 0:
         rest, places = rest // (10 if rest % 10 == 0 else 2 if rest % 2 == 0 else 5), places + 1
     if rest != 1 or places > 30:
-        return f"~{float(value):.6g}"
+        return None
     digits = str(value * 10**places).rjust(places + 1, "0")
-    return f"{digits[:-places]}.{digits[-places:]}"
+    return f"{digits[:-places]}.{digits[-places:]}" if places else digits
