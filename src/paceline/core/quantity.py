@@ -64,7 +64,7 @@ _SHAPE = re.compile(r"\s*([+-]?[0-9][0-9_]*(?:\.[0-9_]*)?(?:[eE][+-]?[0-9]+)?|[+
 class Quantity:
     """An exact amount of one kind, in its base unit (bytes, tokens, sequences, steps, seconds, a share of one).
 
-    Two quantities are equal when kind and amount are: `60s == 1min`. `str()` gives the shortest text that parses back.
+    Two quantities are equal when kind and amount are: `60s == 1min`. `str()` takes the largest unit that gives a whole number.
     """
 
     amount: Fraction
@@ -93,9 +93,12 @@ class Quantity:
         return float(self.amount)
 
     def __str__(self) -> str:
-        units = {unit: size for unit, size in _UNITS[self.kind].items() if unit != "step" or self.amount == 1}
-        texts = [text + unit for unit, size in units.items() if (text := _decimal(self.amount / size)) is not None]
-        return min(texts, key=lambda text: ("." in text, len(text))) if texts else f"~{float(self.amount):.6g}{next(iter(units))}"
+        exact: list[tuple[bool, Fraction, str]] = []
+        for unit, size in _UNITS[self.kind].items():
+            number = _decimal(self.amount / size)
+            if number is not None and (unit != "step" or self.amount == 1):
+                exact.append(("." in number, self.amount / size, number + unit))
+        return min(exact)[2] if exact else f"~{float(self.amount):.6g}{next(iter(_UNITS[self.kind]))}"
 
 
 def parse(text: str, *kinds: Kind) -> Quantity:
