@@ -50,9 +50,7 @@ def whole(value: object, *, least: int) -> int:
     number: int | None = None
     if isinstance(value, int) and not isinstance(value, bool):
         number = value
-    elif isinstance(value, float) and value.is_integer():
-        number = int(value)
-    elif isinstance(value, str) and _WHOLE.fullmatch(value):
+    elif (isinstance(value, float) and value.is_integer()) or (isinstance(value, str) and _WHOLE.fullmatch(value)):
         number = int(value)
     if number is None:
         raise ValueError(f"must be a whole number of at least {least}")
@@ -112,7 +110,7 @@ def quantity(value: object, *kinds: Kind) -> Quantity:
     if isinstance(value, Quantity):
         value = str(value)
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ValueError("must be a number with a unit")
+        raise ValueError("must be a number with a unit")  # noqa: TRY004  pydantic collects ValueErrors only
     try:
         found = parse(str(value), *kinds)
         if found.kind in (Kind.STEPS, Kind.TOKENS, Kind.SEQUENCES):
