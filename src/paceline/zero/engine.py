@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from paceline.core.ledger import MemoryLedger, planned_states
 from paceline.mesh import collectives
 from paceline.mesh.mesh import Mesh
 from paceline.zero import state
+from paceline.zero.agreement import Agreed, Fact, Trail, agree_on_step, refuse_different_models
 from paceline.zero.buffers import Pools
 from paceline.zero.hooks import Passes
 from paceline.zero.optimizer import Groups, Segments
@@ -46,31 +46,6 @@ class StepReport:
     micro_batches: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """One micro-batch that this rank has done."""
-
-    leaf: int
-    weight: float
-    loss: torch.Tensor | None
-
-
-class Trail:
-    """A fingerprint of the collectives issued since the last step, compared between ranks before anything is updated."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.calls: list[str] = []
-        self.digest = 0
-
-    def add(self, verb: str, unit: Unit) -> None:
-        call = f"{verb} {unit.name}"
-        self.calls.append(call)
-        self.digest = zlib.crc32(call.encode(), self.digest)
-
-
 class Engine:
     """ZeRO over one module. Made by `paceline.shard`.
 
@@ -99,17 +74,15 @@ class Engine:
         self._pools = Pools(mesh.device)
         module.to(mesh.device)
         parts = partition(module, units)
-        _refuse_disagreement(mesh, [entry for part in parts for entry in part.parameters])
-        self.units = [
-            Unit(part, i, self.plane, self.row, self.precision, self._pools) for i, part in enumerate(parts)
-        ]
+        refuse_different_models(mesh, [entry for part in parts for entry in part.parameters])
+        self.units = [Unit(part, i, self.plane, self.row, self.precision, self._pools) for i, part in enumerate(parts)]
         self.blocks, self.root = self.units[:-1], self.units[-1]
         self.groups: list[FlatGroup] = [group for unit in self.units for group in unit.trainable]
         self.segments: Segments | None = None
         self._exchanges = Exchanges()
-        self._gathers, self._reductions = Trail(), Trail()
+        self._gathers, self._reductions = Trail("gather"), Trail("reduction")
         for unit in self.units:
-            unit.on_gather = self._note_gather
+            unit.on_gather = self._gathers.add
         self._window = Window(mesh.world)
         self._facts: list[Fact] = []
         self._explicit: tuple[float, torch.Tensor] | None = None
@@ -200,13 +173,13 @@ class Engine:
             if reduces:
                 self._exchanges.start(group.sum.exchange(window, 0 if window.contiguous else k, gradients))
         if reduces and unit.trainable:
-            self._reductions.add("reduce", unit)
+            self._reductions.add(unit)
 
     def _ended(self) -> None:
         window, rank = self._window, self.mesh.rank
         if window.counts is None or self._k < window.counts[rank]:
             weight, loss = self._explicit or (1.0, None)
-            self._facts.append(Fact(self._leaf(), weight, loss))
+            self._facts.append(Fact(weight, loss))
         self._explicit = None
         self._k += 1
 
@@ -217,11 +190,10 @@ class Engine:
         self._exchanges.drain()
         totals = {id(group): group.sum.finish() for group in self.groups if group.sum is not None}
         norms = [block_norms(totals[id(group)]) for group in self.groups]
-        loss, weight, count, norms = self._agree_on_step(norms)
-        norm = tree_norm(torch.cat(norms)) / weight if norms else 0.0
+        agreed, norm = self._agree_on_step(norms)
         if not math.isfinite(norm):
-            raise RunFailed(self._not_finite(norm, loss))
-        scale = 1.0 / weight
+            raise RunFailed(self._not_finite(norm, agreed.loss, totals))
+        scale = 1.0 / agreed.weight
         if max_norm is not None:
             scale *= min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
         if scale != 1.0:
@@ -238,66 +210,39 @@ class Engine:
         self._gathers.clear()
         self._reductions.clear()
         self.publish_all()
-        return StepReport(loss, norm, weight, count)
+        return StepReport(agreed.loss, norm, agreed.weight, agreed.micro_batches)
 
-    def _agree_on_step(self, norms: list[torch.Tensor]) -> tuple[float | None, float, int, list[torch.Tensor]]:
-        """Exchanges this step's few numbers: fingerprints, losses, weights, block norms. -> loss, weight, count, norms."""
+    def _agree_on_step(self, norms: list[torch.Tensor]) -> tuple[Agreed, float]:
+        """The step's numbers over all ranks, and the norm of the mean gradient."""
         slots = self._k if self._window.counts is None else max(self._window.counts)
-        facts = [x for f in self._facts for x in (f.weight, math.nan if f.loss is None else float(f.loss))]
-        facts += [0.0, 0.0] * (slots - len(self._facts))
-        head = [float(self._gathers.digest), float(self._reductions.digest), float(len(self._facts)), *facts]
-        row = torch.tensor(head, dtype=torch.float64, device=self.mesh.device)
-        if norms and self.plane.shards > 1:
-            row = torch.cat([row, *(n.double() for n in norms)])
-        rows = self.mesh.all_gather_rows(row)
-        self._refuse_different_trails(rows)
-        table = rows[:, : len(head)].tolist()
-        weights = [r[3 + 2 * i] for r in table for i in range(int(r[2]))]
-        losses = [r[4 + 2 * i] for r in table for i in range(int(r[2]))]
-        weight = math.fsum(weights)
-        if weight <= 0:
-            raise RunFailed("no token of this step counts (the sum of the weights is 0): there is nothing to divide by.")
-        loss = math.fsum(losses) / weight
-        if norms and self.plane.shards > 1:
-            norms = self._whole_norms(rows[: self.plane.shards, len(head) :], norms)
-        else:
-            norms = [n[: g.layout.blocks].double() for n, g in zip(norms, self.groups, strict=True)]
-        return (None if math.isnan(loss) and any(f.loss is None for f in self._facts) else loss), weight, len(weights), norms
+        own = torch.cat([*(n.double() for n in norms), torch.zeros(0, dtype=torch.float64, device=self.mesh.device)])
+        sent = own if self.plane.shards > 1 else own[:0]
+        trails = (self._gathers, self._reductions)
+        agreed, rows = agree_on_step(self.mesh, trails, self._facts, slots, sent, self.step)
+        rows = rows[: self.plane.shards] if self.plane.shards > 1 else own.unsqueeze(0)
+        columns = rows.split([n.numel() for n in norms], dim=1) if norms else ()
+        whole = [c.reshape(-1)[: g.layout.blocks] for c, g in zip(columns, self.groups, strict=True)]
+        return agreed, tree_norm(torch.cat(whole)) / agreed.weight if whole else 0.0
 
-    def _whole_norms(self, rows: torch.Tensor, own: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Block norms of whole groups, without the blocks that only pad."""
-        columns = rows.split([n.numel() for n in own], dim=1)
-        return [c.reshape(-1)[: g.layout.blocks] for c, g in zip(columns, self.groups, strict=True)]
-
-    def _refuse_different_trails(self, rows: torch.Tensor) -> None:
-        if bool((rows[:, :2] == rows[0, :2]).all()):
-            return
-        for mine in (self._gathers, self._reductions):
-            trails = self.mesh.all_gather_object(mine.calls)
-            for rank, trail in enumerate(trails):
-                for i in range(max(len(trail), len(trails[0]))):
-                    ours, theirs = (t[i] if i < len(t) else "nothing" for t in (trails[0], trail))
-                    if ours != theirs:
-                        raise RunFailed(
-                            f"ranks 0 and {rank} issued different collectives in step {self.step}, as number {i}: "
-                            f"rank 0 {ours}, rank {rank} {theirs}. Their tensors would have been mixed up; nothing was "
-                            f"updated. The model takes different paths on different ranks: use each block at most once "
-                            f"a forward, in one order, on all ranks."
-                        )
-
-    def _not_finite(self, norm: float, loss: float | None) -> str:
+    def _not_finite(self, norm: float, loss: float | None, totals: dict[int, torch.Tensor]) -> str:
+        bad = [
+            part.slot.name
+            for group in self.groups
+            for part in group.layout.intervals(self.plane.shard)
+            if not totals[id(group)][part.at : part.at + part.stop - part.start].isfinite().all()
+        ]
+        found = self.mesh.all_gather_object(bad[:3])
+        where = "; ".join(f"rank {rank} owns {', '.join(names)}" for rank, names in enumerate(found) if names)
         return (
-            f"the gradient norm of step {self.step} is {norm}, and the loss is {loss}: nothing was updated. Lower the "
-            f"learning rate, look at the data of this step, or train in fp32; the last checkpoint is untouched."
+            f"the gradient norm of step {self.step} is {norm} and the loss is {loss}; the first parameters with a "
+            f"gradient that is not finite: {where}. Nothing was updated and the last checkpoint is untouched: lower the "
+            f"learning rate, look at this step's data, or train in fp32."
         )
 
     def publish_all(self) -> None:
         """Brings the masters' values to the parameters of every rank (waited for when a unit is next used)."""
         for unit in (self.root, *self._passes.order):
             unit.publish()
-
-    def _note_gather(self, unit: Unit) -> None:
-        self._gathers.add("gather", unit)
 
     def _agree(self, observed: list[int]) -> list[int]:
         """One order for all ranks: what rank 0 saw, then what others saw, then the rest."""
@@ -405,24 +350,3 @@ class Optimizer:
     def step(self, max_norm: float | None = None) -> StepReport:
         """Divides by the step's weight, clips the global norm to `max_norm`, updates, publishes. Collective."""
         return self.engine.apply(max_norm)
-
-
-def _refuse_disagreement(mesh: Mesh, parameters: list[tuple[str, nn.Parameter]]) -> None:
-    """Ranks that start from different models would never agree again: say which parameter, before anything is cut."""
-    if mesh.world == 1:
-        return
-    mine = [
-        (name, tuple(p.shape), str(p.dtype), p.requires_grad, zlib.crc32(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
-        for name, p in parameters
-    ]  # fmt: skip
-    everyone = mesh.all_gather_object(mine)
-    for rank, theirs in enumerate(everyone):
-        for ours, other in zip(everyone[0], theirs, strict=False):
-            if ours != other:
-                what = "name, shape or dtype" if ours[:4] != other[:4] else "initial values"
-                raise InputError(
-                    f"ranks 0 and {rank} built different models: {ours[0]!r} {ours[1]} against {other[0]!r} {other[1]} "
-                    f"differ in {what}. Build the model from the same seed and config on every rank."
-                )
-        if len(theirs) != len(everyone[0]):
-            raise InputError(f"ranks 0 and {rank} built models of {len(everyone[0])} and {len(theirs)} parameters.")

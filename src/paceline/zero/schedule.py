@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 
-
 @dataclass(frozen=True)
 class Window:
     """The micro-batches of one optimizer step.

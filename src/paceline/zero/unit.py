@@ -59,9 +59,7 @@ class FlatGroup:
             parameter.data = view
         self.source = self.own if shard is None else shard
         self.master = self.source if self.trainable else None
-        self.sum = (
-            GradientSum(self.layout, plane, pools, leaf_dtype=compute, dtype=wide) if self.trainable else None
-        )
+        self.sum = GradientSum(self.layout, plane, pools, leaf_dtype=compute, dtype=wide) if self.trainable else None
         self.aliased = aliased
         self._nbytes = self.flat.untyped_storage().nbytes()
 
