@@ -175,11 +175,14 @@ class Unit:
             guard.guard(p for group in self.trainable for p in group.parameters)
 
     def touch(self, parameter: nn.Parameter, func: Any) -> None:
-        """A guarded parameter is about to be read: wait for values on their way, refuse where there are none."""
-        if self.held:
-            self.ready()
-        else:
+        """A guarded parameter is about to be read. Values that `publish` is bringing are waited for.
+
+        A sharded unit's are refused even where a prefetch has brought them: backward would need them again, and only
+        the unit's own forward arranges for that.
+        """
+        if self.sharded:
             guard.refuse(self._names[id(parameter)], func)
+        self.settle()
 
     def reset(self) -> None:
         """Between micro-batches."""
