@@ -93,11 +93,11 @@ class Quantity:
         return float(self.amount)
 
     def __str__(self) -> str:
-        exact: list[tuple[bool, Fraction, str]] = []
+        exact: list[tuple[bool, Fraction | int, str]] = []
         for unit, size in _UNITS[self.kind].items():
             number = _decimal(self.amount / size)
             if number is not None and (unit != "step" or self.amount == 1):
-                exact.append(("." in number, self.amount / size, number + unit))
+                exact.append(("." in number, len(number) if "." in number else self.amount / size, number + unit))
         return min(exact)[2] if exact else f"~{float(self.amount):.6g}{next(iter(_UNITS[self.kind]))}"
 
 

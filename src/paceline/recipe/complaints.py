@@ -19,16 +19,18 @@ def complaints_of(error: ValidationError, tree: Tree, shown: str) -> list[str]:
     for fault in error.errors(include_url=False):
         if fault["type"] in _NOT_TOLD:
             continue
-        dotted = _dotted(fault["loc"], fault.get("ctx", {}))
+        dotted = _dotted(fault["type"], fault["loc"], fault.get("ctx", {}))
         told = _told(fault["type"], dotted, fault)
         found.append(f"{_place(dotted, tree, shown)}: {told}{'' if told.endswith('?') else '.'}")
     return found
 
 
-def _dotted(loc: tuple[int | str, ...], context: dict[str, Any]) -> str:
+def _dotted(kind: str, loc: tuple[int | str, ...], context: dict[str, Any]) -> str:
     parts = [str(part) for part in loc]
     if len(parts) > 1 and parts[0] == "model" and parts[1] in ("decoder", "target"):
         del parts[1]  # pydantic names the kind of model it tried
+    if kind == "union_tag_invalid":
+        parts.append("kind")
     if context.get("key") and "message" in context:
         parts += str(context["key"]).split(".")
     return ".".join(parts)
