@@ -228,6 +228,21 @@ def test_ranks_that_do_not_stop_in_the_time_of_grace_are_killed(tmp_path: Path) 
     assert not any(alive(int(path.read_text())) for path in tmp_path.glob("ready-*"))
 
 
+def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
+    deaf = """
+        signal.signal(signal.SIGINT, lambda *_: pathlib.Path(f"{marks}/got-{rank}").touch())
+        pathlib.Path(f"{marks}/ready-{rank}").write_text(str(os.getpid()))
+        for _ in range(1200): time.sleep(0.1)
+    """
+    process = launcher(tmp_path, deaf)
+    process.send_signal(signal.SIGINT)
+    wait_until(lambda: len(list(tmp_path.glob("got-*"))) == 2)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "had not ended at the second Ctrl-C" in error
+
+
 def test_a_killed_launcher_leaves_no_orphans(tmp_path: Path) -> None:
     process = launcher(tmp_path, SAVES)
     pids = [int(path.read_text()) for path in tmp_path.glob("ready-*")]

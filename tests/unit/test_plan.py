@@ -105,8 +105,10 @@ def test_i84_auto_holds_the_identity_and_leaves_no_rank_idle_that_could_work(rec
     [
         (
             ("optim.global_batch=256seq", "parallel.micro_batch=4", "parallel.accumulation=8"),
-            "256 sequences (optim.global_batch: given (override 'optim.global_batch=256seq')) are not micro_batch 4 x accumulation "
-            "8 x world 1 (no launcher) = 32: leave parallel.accumulation or parallel.micro_batch auto, or write global_batch: 32seq.",
+            (
+                "256 sequences (optim.global_batch: given (override 'optim.global_batch=256seq')) are not micro_batch 4 x accumulation "
+                "8 x world 1 (no launcher) = 32: leave parallel.accumulation or parallel.micro_batch auto, or write global_batch: 32seq."
+            ),
         ),
         (("parallel.micro_batch=6",), "6 does not divide the 64 sequences of the global batch"),
         (("parallel.micro_batch=6",), "choose one of 1, 2, 4, 8, 16, 32, 64"),

@@ -103,14 +103,20 @@ def test_all_faults_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) ->
         "recipe.yaml:5: model.heads: 'eight': must be a whole number of at least 1, for example `heads: 8`.",
         "recipe.yaml:6: data.sequence_length: 8.5: must be a whole number of at least 2, for example `sequence_length: 256`.",
         "recipe.yaml:9: optim.lr: the key is said twice (first at recipe.yaml:8), now with the value '1': keep one of them.",
-        "recipe.yaml:10: optim.name: 'adamv' is not one of adamw, adam, nadam, radam, adamax, adagrad, rmsprop, sgd, did you "
-        "mean 'adam'?",
-        "recipe.yaml:11: optim.global_batch: 64: has no unit, and without one its meaning is open: write it like 64ktok or "
-        "32seq, or auto.",
+        (
+            "recipe.yaml:10: optim.name: 'adamv' is not one of adamw, adam, nadam, radam, adamax, adagrad, rmsprop, sgd, did you "
+            "mean 'adam'?"
+        ),
+        (
+            "recipe.yaml:11: optim.global_batch: 64: has no unit, and without one its meaning is open: write it like 64ktok or "
+            "32seq, or auto."
+        ),
         "recipe.yaml:12: run.steps: '010': must be a whole number of at least 1, for example `steps: 1000`.",
         "recipe.yaml:12: run.dir is missing: add `dir: runs/demo`.",
-        "recipe.yaml:12: run.save_every: 10: has no unit, and without one its meaning is open: write it like 100steps or 3% or "
-        "30min.",
+        (
+            "recipe.yaml:12: run.save_every: 10: has no unit, and without one its meaning is open: write it like 100steps or 3% or "
+            "30min."
+        ),
         "override 'parallel.stage=4': parallel.stage: 4: must be a ZeRO stage: 0, 1, 2, 3, or auto, for example `stage: 3`.",
     ]
 

@@ -2,7 +2,7 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from paceline.core.quantity import Quantity
 from paceline.launch import choose_procs
@@ -88,7 +88,7 @@ def _shown(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return ", ".join(_shown(item) for item in value)  # pyright: ignore[reportUnknownVariableType]
+        return ", ".join(_shown(item) for item in cast("tuple[object, ...]", value))
     return (
         f"{value:g}"
         if isinstance(value, float)

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any, cast
 
 import paceline
 from paceline.core.errors import PacelineError, nearest_name
@@ -116,13 +117,13 @@ def _unknown_advice(parser: argparse.ArgumentParser, args: argparse.Namespace, u
 
 
 def _options(parser: argparse.ArgumentParser, verb: str | None) -> list[str]:
-    """The long options of a verb, read from its own usage text."""
-    lines = parser.format_help()
-    for action in parser._subparsers._group_actions if parser._subparsers else []:  # pyright: ignore[reportPrivateUsage]
-        choices = action.choices
-        if isinstance(choices, dict) and verb in choices:
-            lines += choices[verb].format_help()
-    return re.findall(r"--[a-z][a-z-]*", lines)
+    """The long options of the command and of a verb, read from their own help."""
+    text = parser.format_help()
+    for action in parser._actions:  # pyright: ignore[reportPrivateUsage]
+        choices = cast("Any", action.choices)
+        if action.dest == "verb" and verb in choices:
+            text += str(choices[verb].format_help())
+    return re.findall(r"--[a-z][a-z-]*", text)
 
 
 def _say(paragraph: str, *, trace: bool) -> None:

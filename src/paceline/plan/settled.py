@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from paceline.core.errors import InputError
 from paceline.core.quantity import parse
@@ -151,6 +151,6 @@ class Plan:
         if not isinstance(data, dict):
             raise InputError(f"The plan {path} holds no mapping: restore or delete it.")
         try:
-            return cls.from_dict(data)  # pyright: ignore[reportUnknownArgumentType]
+            return cls.from_dict(cast("dict[str, Any]", data))
         except InputError as error:
             raise InputError(f"{path}: {error}") from None

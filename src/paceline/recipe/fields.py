@@ -6,8 +6,8 @@ quantity. Each validator says what it wants in words, since its message is what 
 
 import math
 import re
-from collections.abc import Callable
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal, TypeVar, cast
 
 from pydantic import PlainValidator
 
@@ -144,7 +144,7 @@ def sources(value: object) -> tuple[str, ...]:
         value = [value]
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError("must be a path, a list of paths, or stdlib")
-    return tuple(text(item) for item in value)  # pyright: ignore[reportUnknownVariableType]
+    return tuple(text(item) for item in cast("Sequence[object]", value))
 
 
 def held_out(value: object) -> tuple[str, ...] | Quantity | None:
@@ -161,9 +161,10 @@ def held_out(value: object) -> tuple[str, ...] | Quantity | None:
 
 def betas(value: object) -> tuple[float, float]:
     """Read the two decay rates of Adam."""
-    if not isinstance(value, (list, tuple)) or len(value) != 2:  # pyright: ignore[reportUnknownArgumentType]
+    pair = cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else ()
+    if len(pair) != 2:
         raise ValueError("must be two numbers, such as [0.9, 0.95]")
-    low, high = (real(item, least=0.0, most=1.0) for item in value)  # pyright: ignore[reportUnknownVariableType]
+    low, high = (real(item, least=0.0, most=1.0) for item in pair)
     if max(low, high) >= 1.0:
         raise ValueError("must be two numbers below 1, such as [0.9, 0.95]")
     return low, high

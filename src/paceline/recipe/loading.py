@@ -4,7 +4,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -89,7 +89,7 @@ def _apply(override: str, tree: Tree) -> None:
             )
             return
         # A copy: the mapping may be shared with another key through a YAML alias.
-        here[part] = {**below}  # pyright: ignore[reportUnknownArgumentType]
+        here[part] = dict(cast("dict[str, Any]", below))
         here = here[part]
         tree.places.setdefault(".".join(parts[:depth]), place)
     here[parts[-1]] = value
@@ -102,7 +102,7 @@ def _apply(override: str, tree: Tree) -> None:
 
 def _note_places(tree: Tree, value: Any, dotted: str, place: str) -> None:
     if isinstance(value, Mapping):
-        for key, below in value.items():  # pyright: ignore[reportUnknownVariableType]
-            name = f"{dotted}.{key}" if dotted else str(key)  # pyright: ignore[reportUnknownArgumentType]
+        for key, below in cast("Mapping[str, Any]", value).items():
+            name = f"{dotted}.{key}" if dotted else key
             tree.places[name] = place
             _note_places(tree, below, name, place)

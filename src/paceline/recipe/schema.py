@@ -5,7 +5,7 @@ reference page read them from here.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
@@ -294,15 +294,17 @@ class Recipe(Section):
         """`parallel: auto` is an empty section, and a decoder's context is the sequence length if nothing else is said."""
         if not isinstance(values, dict):
             return values
-        filled: dict[str, Any] = {**values}  # pyright: ignore[reportUnknownArgumentType]
+        filled = dict(cast("dict[str, Any]", values))
         if filled.get("parallel") == "auto":
             filled["parallel"] = {}
-        model, data = filled.get("model"), filled.get("data")
-        if isinstance(model, dict) and isinstance(data, dict) and model.get("kind") == "decoder":  # pyright: ignore[reportUnknownMemberType]
-            length: Any = data.get("sequence_length")  # pyright: ignore[reportUnknownMemberType]
-            # A wrong length is told once, for its own key.
-            usable = isinstance(length, (int, str)) and str(length).isdigit() and int(length) >= 2
-            filled["model"] = {"context": length if usable else 2, **model}
+        if isinstance(filled.get("model"), dict) and isinstance(filled.get("data"), dict):
+            model, data = cast("dict[str, Any]", filled["model"]), cast("dict[str, Any]", filled["data"])
+            try:
+                length = of.whole(data.get("sequence_length"), least=2)
+            except ValueError:
+                length = 2  # told once, for its own key
+            if model.get("kind") == "decoder":
+                filled["model"] = {"context": length, **model}
         return filled
 
     @model_validator(mode="after")
@@ -338,7 +340,7 @@ class Recipe(Section):
     def model_post_init(self, context: Any, /) -> None:
         """Keep the origins that `load` hands over as validation context."""
         if isinstance(context, Mapping):
-            self._origins = context  # pyright: ignore[reportUnknownMemberType]
+            self._origins = cast("Mapping[str, str]", context)
 
     def values(self) -> list[tuple[str, Any]]:
         """Return each leaf value with its dotted key, in the order of the schema."""
@@ -358,7 +360,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Section):
         return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+        return [_plain(item) for item in cast("tuple[Any, ...]", value)]
     return str(value) if isinstance(value, Quantity) else value
 
 

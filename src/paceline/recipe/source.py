@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -85,7 +85,7 @@ def _text_of(path: Path, shown: str) -> str:
 
 def _read(text: str, shown: str, *, with_lines: bool = True) -> Tree:
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = cast("yaml.Node | None", yaml.compose(text, Loader=yaml.SafeLoader))  # pyright: ignore[reportUnknownMemberType]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{shown}:{mark.line + 1}:{mark.column + 1}" if mark and with_lines else shown
@@ -140,7 +140,8 @@ class _Builder:
             return dict(self.pairs(node, path, inside))
         if isinstance(node, yaml.SequenceNode):
             return [self.build(item, path, inside) for item in node.value]
-        return node.value if node.style in ("'", '"', "|", ">") else _scalar(node.value)
+        quoted = isinstance(node, yaml.ScalarNode) and node.style in ("'", '"', "|", ">")
+        return node.value if quoted else _scalar(node.value)
 
     def pairs(self, node: yaml.MappingNode, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
         first_seen: dict[str, yaml.Node] = {}
