@@ -24,6 +24,7 @@ _ENOUGH_TOKENS = 4096
 """Tokens of a micro-batch beyond which matrix products gain nothing on a CPU and caches lose."""
 _BASE_BYTES = 500 * 1024**2
 """What a rank holds before any model: the interpreter, torch, thread stacks."""
+_KEPT = "kept from the run that is resumed: it is part of the run's identity"
 _SLACK = 1.1
 """Allocators and work buffers of kernels: a tenth."""
 
@@ -57,24 +58,15 @@ def resolve(
         InputError: the batch does not add up, `replicate` does not divide the world, or the recipe contradicts `kept`.
         DoesNotFit: no stage fits the memory.
     """
-    if recipe.parallel.replicate > world or world % recipe.parallel.replicate:
-        raise InputError(
-            f"{recipe.origin('parallel.replicate')}: parallel.replicate: {recipe.parallel.replicate} does not divide the world "
-            f"of {world} ({world_source}): choose a divisor."
-        )
+    _refuse_uneven_groups(recipe, world, world_source)
     if kept is not None:
         _refuse_contradictions(recipe, kept, world, world_source)
+        batch = GlobalBatch(kept.global_sequences, _KEPT)
+        micro: Setting | None = Setting(kept.micro_batch, _KEPT)
+    else:
+        batch = global_batch(recipe, world, world_source)
+        micro = fixed_micro_batch(recipe, batch, world, world_source)
     precision = _precision(recipe, bf16_fast, bf16_reason, kept)
-    batch = (
-        GlobalBatch(kept.global_sequences, "kept from the run that is resumed")
-        if kept
-        else global_batch(recipe, world, world_source)
-    )
-    micro = (
-        Setting(kept.micro_batch, "kept from the run that is resumed: it is part of the run's identity")
-        if kept
-        else fixed_micro_batch(recipe, batch, world, world_source)
-    )
     known = recipe_census(recipe)
     if parameters is not None:
         known = Census(parameters, min(parameters, known.largest_unit if known else parameters))
@@ -96,6 +88,15 @@ def resolve(
     return Plan(world=world, world_source=world_source, settings=settings, memory=memory, memory_available=memory_bytes)
 
 
+def _refuse_uneven_groups(recipe: Recipe, world: int, world_source: str) -> None:
+    replicate = recipe.parallel.replicate
+    if world % replicate:
+        raise InputError(
+            f"{recipe.origin('parallel.replicate')}: parallel.replicate: {replicate} does not divide the world of {world} "
+            f"({world_source}): choose a divisor."
+        )
+
+
 def _given(recipe: Recipe, key: str) -> str:
     origin = recipe.origin(key)
     return "default" if origin == "default" else f"given ({origin})"
@@ -105,7 +106,7 @@ def _precision(recipe: Recipe, bf16_fast: bool, bf16_reason: str, kept: Plan | N
     if recipe.precision != "auto":
         return Setting(recipe.precision, _given(recipe, "precision"))
     if kept is not None:
-        return Setting(kept.precision, "kept from the run that is resumed: it is part of the run's identity")
+        return Setting(kept.precision, _KEPT)
     why = f" ({bf16_reason})" if bf16_reason else ""
     if bf16_fast:
         return Setting("bf16", f"bf16 is quick here{why}; master values and sums stay fp32")
