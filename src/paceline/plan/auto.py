@@ -71,7 +71,7 @@ def resolve(
     if parameters is not None:
         known = Census(parameters, min(parameters, known.largest_unit if known else parameters))
     sizes = _Sizes(recipe, known, world // recipe.parallel.replicate, str(precision.value), memory_bytes)
-    stage, remat = sizes.settle(micro, batch)
+    stage, remat = sizes.settle(micro)
     if micro is None:
         micro = sizes.micro_batch(batch, world, stage, remat)
     settings = {
@@ -170,7 +170,7 @@ class _Sizes:
         """Whether one rank's bytes are within its memory."""
         return sum(self.table(stage, remat, micro).values()) <= self.memory_bytes
 
-    def settle(self, micro: Setting | None, batch: GlobalBatch) -> tuple[Setting | None, Setting | None]:
+    def settle(self, micro: Setting | None) -> tuple[Setting | None, Setting | None]:
         """Choose stage and remat; (None, None) if the model's size is unknown."""
         parallel = self.recipe.parallel
         if self.census is None:
