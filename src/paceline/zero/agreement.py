@@ -23,11 +23,12 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """A step's numbers over all ranks: mean loss (None if some were not seen), sum of weights, micro-batches."""
+    """A step's numbers over all ranks: mean loss (None if some were not seen), sum of weights, micro-batches, shares."""
 
     loss: float | None
     weight: float
     micro_batches: int
+    shared: tuple[float, ...]
 
 
 class Trail:
@@ -47,7 +48,13 @@ class Trail:
 
 
 def agree_on_step(
-    mesh: Mesh, trails: Sequence[Trail], facts: Sequence[Fact], slots: int, norms: torch.Tensor, step: int
+    mesh: Mesh,
+    trails: Sequence[Trail],
+    facts: Sequence[Fact],
+    slots: int,
+    norms: torch.Tensor,
+    step: int,
+    share: float,
 ) -> tuple[Agreed, torch.Tensor]:
     """One small gather of fingerprints, losses, weights and block norms.
 
@@ -63,12 +70,13 @@ def agree_on_step(
     flat = [x for f in facts for x in (f.weight, math.nan if f.loss is None else float(f.loss))]
     flat += [0.0] * (2 * slots - len(flat))
     seen = sum(f.loss is not None for f in facts)
-    head = [*(float(t.digest) for t in trails), float(len(facts)), float(seen), *flat]
+    head = [*(float(t.digest) for t in trails), share, float(len(facts)), float(seen), *flat]
     rows = mesh.all_gather_rows(torch.cat([torch.tensor(head, dtype=torch.float64, device=mesh.device), norms]))
     n = len(trails)
     if not bool((rows[:, :n] == rows[0, :n]).all()):
         _refuse_different_trails(mesh, trails, step)
-    table = rows[:, n : len(head)].tolist()
+    shared = tuple(rows[:, n].tolist())
+    table = rows[:, n + 1 : len(head)].tolist()
     weights = [row[2 + 2 * i] for row in table for i in range(int(row[0]))]
     losses = [row[3 + 2 * i] for row in table for i in range(int(row[0]))]
     weight = math.fsum(weights)
@@ -78,7 +86,7 @@ def agree_on_step(
             f"out batches in which every target is masked, or give them company."
         )
     complete = sum(row[1] for row in table) == len(losses)
-    return Agreed(math.fsum(losses) / weight if complete else None, weight, len(weights)), rows[:, len(head) :]
+    return Agreed(math.fsum(losses) / weight if complete else None, weight, len(weights), shared), rows[:, len(head) :]
 
 
 def _refuse_different_trails(mesh: Mesh, trails: Sequence[Trail], step: int) -> None:

@@ -38,12 +38,14 @@ class StepReport:
         grad_norm: L2 norm of the whole mean gradient before clipping.
         weight: sum of the weights (counted tokens, or micro-batches).
         micro_batches: global number of micro-batches.
+        shared: the number that each rank gave as `share`, in rank order.
     """
 
     loss: float | None
     grad_norm: float
     weight: float
     micro_batches: int
+    shared: tuple[float, ...] = ()
 
 
 class Engine:
@@ -183,14 +185,14 @@ class Engine:
         self._explicit = None
         self._k += 1
 
-    def apply(self, max_norm: float | None) -> StepReport:
+    def apply(self, max_norm: float | None, share: float) -> StepReport:
         """One optimizer step from the micro-batches since the last; `Optimizer.step` calls it."""
         if self.segments is None or not self._k:
             raise RunFailed("optim.step() without a backward before it: there is no gradient to apply.")
         self._exchanges.drain()
         totals = {id(group): group.sum.finish() for group in self.groups if group.sum is not None}
         norms = [block_norms(totals[id(group)]) for group in self.groups]
-        agreed, norm = self._agree_on_step(norms)
+        agreed, norm = self._agree_on_step(norms, share)
         if not math.isfinite(norm):
             raise RunFailed(self._not_finite(norm, agreed.loss, totals))
         scale = 1.0 / agreed.weight
@@ -210,15 +212,15 @@ class Engine:
         self._gathers.clear()
         self._reductions.clear()
         self.publish_all()
-        return StepReport(agreed.loss, norm, agreed.weight, agreed.micro_batches)
+        return StepReport(agreed.loss, norm, agreed.weight, agreed.micro_batches, agreed.shared)
 
-    def _agree_on_step(self, norms: list[torch.Tensor]) -> tuple[Agreed, float]:
+    def _agree_on_step(self, norms: list[torch.Tensor], share: float) -> tuple[Agreed, float]:
         """The step's numbers over all ranks, and the norm of the mean gradient."""
         slots = self._k if self._window.counts is None else max(self._window.counts)
         own = torch.cat([*(n.double() for n in norms), torch.zeros(0, dtype=torch.float64, device=self.mesh.device)])
         sent = own if self.plane.shards > 1 else own[:0]
         trails = (self._gathers, self._reductions)
-        agreed, rows = agree_on_step(self.mesh, trails, self._facts, slots, sent, self.step)
+        agreed, rows = agree_on_step(self.mesh, trails, self._facts, slots, sent, self.step, share)
         rows = rows[: self.plane.shards] if self.plane.shards > 1 else own.unsqueeze(0)
         columns = rows.split([n.numel() for n in norms], dim=1) if norms else ()
         whole = [c.reshape(-1)[: g.layout.blocks] for c, g in zip(columns, self.groups, strict=True)]
@@ -347,6 +349,9 @@ class Optimizer:
         """The torch optimizer over the flat shards, for learning-rate schedulers. Its states are this rank's only."""
         return self._segments.torch
 
-    def step(self, max_norm: float | None = None) -> StepReport:
-        """Divides by the step's weight, clips the global norm to `max_norm`, updates, publishes. Collective."""
-        return self.engine.apply(max_norm)
+    def step(self, max_norm: float | None = None, *, share: float = 0.0) -> StepReport:
+        """Divides by the step's weight, clips the global norm to `max_norm`, updates, publishes. Collective.
+
+        `share` is a number of the caller's that travels with the step's own and comes back for all ranks.
+        """
+        return self.engine.apply(max_norm, share)

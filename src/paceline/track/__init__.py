@@ -1,0 +1,1 @@
+"""Where records go: the run log, the console, the loss curve."""
