@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.core.errors import InputError
 
-__all__ = ["choose_procs", "find_port", "rank_environment", "visible_gpus"]
+__all__ = ["choose_procs", "find_port", "is_rank", "rank_environment", "visible_gpus"]
 
 HOST = "127.0.0.1"
 
@@ -18,6 +18,11 @@ _KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
     "MALLOC_TOP_PAD_": "67108864",
 }
+
+
+def is_rank(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether a launcher (ours, torchrun, srun with torch's variables) has made this process a rank of a run."""
+    return "WORLD_SIZE" in (os.environ if environment is None else environment)
 
 
 def rank_environment(
