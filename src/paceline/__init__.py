@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.zero import shard as shard
     from paceline.checkpoint import load as load
     from paceline.checkpoint import save as save
     from paceline.mesh import Mesh as Mesh
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from paceline.zero import Engine as Engine
     from paceline.zero import Optimizer as Optimizer
     from paceline.zero import StepReport as StepReport
+    from paceline.zero import shard as shard
 
 __version__ = "0.1.0"
 

@@ -42,9 +42,7 @@ def run(args: argparse.Namespace) -> int:
     procs, reason = _procs(recipe, args.procs)
     print(f"{procs} rank{'s' * (procs != 1)} on this host ({reason})", flush=True)
     command = [sys.executable, "-m", "paceline", *["--trace"] * bool(args.trace), "train", str(args.recipe)]
-    job = LocalJob(
-        argv=[*command, *args.overrides], procs=procs, port=args.port, log_dir=Path(recipe.run.dir) / "logs"
-    )
+    job = LocalJob(argv=[*command, *args.overrides], procs=procs, port=args.port, log_dir=Path(recipe.run.dir) / "logs")
     return launch(job)
 
 

@@ -140,7 +140,9 @@ def _build(folder: Path, train: list[str], held: list[str], vocab_size: int, giv
     tokenizer.save(str(folder / "tokenizer.json"))
     end = tokenizer.token_to_id(END)
     if end is None:
-        end = next((i for t in ("</s>", "<|endoftext|>", "<|im_end|>") if (i := tokenizer.token_to_id(t)) is not None), None)
+        end = next(
+            (i for t in ("</s>", "<|endoftext|>", "<|im_end|>") if (i := tokenizer.token_to_id(t)) is not None), None
+        )
     if end is None:
         raise InputError(f"tokenizer {given} has no end-of-text token ({END}, </s>, <|endoftext|>): add one.")
     size = tokenizer.get_vocab_size()

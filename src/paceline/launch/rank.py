@@ -43,7 +43,7 @@ class Rank:
                 stdout=None if number == 0 else subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                preexec_fn=_die_with_parent(),  # noqa: PLW1509  no thread of ours runs yet, see follow()
+                preexec_fn=_die_with_parent(),
             )
         except OSError as error:
             self._close()

@@ -81,7 +81,7 @@ def _rule(dotted: str, fault: Any) -> str:
 
 def _told_missing(dotted: str) -> str:
     below = [key for key in known_keys() if key.name.startswith(f"{dotted}.") and key.default is None]
-    if below or dotted in keys_in("") and dotted != "precision":
+    if below or (dotted in keys_in("") and dotted != "precision"):
         needs = ", ".join(f"{key.name.removeprefix(dotted + '.')}: {key.example}" for key in below[:4])
         return f"the section {dotted!r} is missing: add `{dotted}: {{{needs}}}`"
     example = next((key.example for key in known_keys() if key.name == dotted), "...")

@@ -110,7 +110,7 @@ def quantity(value: object, *kinds: Kind) -> Quantity:
     if isinstance(value, Quantity):
         value = str(value)
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ValueError("must be a number with a unit")  # noqa: TRY004  pydantic collects ValueErrors only
+        raise ValueError("must be a number with a unit")
     try:
         found = parse(str(value), *kinds)
         if found.kind in (Kind.STEPS, Kind.TOKENS, Kind.SEQUENCES):
