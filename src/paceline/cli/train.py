@@ -35,9 +35,9 @@ def run(args: argparse.Namespace) -> int:
     """
     recipe = load(args.recipe, args.overrides)
     if is_rank():
-        from paceline.train.run import run_rank
+        from paceline.train.assemble import run_rank
 
-        run_rank(recipe, args.recipe)
+        run_rank(recipe)
         return 0
     procs, reason = _procs(recipe, args.procs)
     print(f"{procs} rank{'s' * (procs != 1)} on this host ({reason})", flush=True)

@@ -47,6 +47,7 @@ class Settings:
     lr: float
     schedule: Schedule
     max_norm: float | None = 1.0
+    evaluates: bool = True
     eval_every: int | None = None
     save_every: int | None = None
     save_seconds: float | None = None
@@ -78,7 +79,8 @@ class Trainer:
                 record, wishes = self._step(guard)
                 yield self._seen(record)
                 stop, last = bool(wishes & STOP), self.engine.step == s.steps
-                if last or (not stop and s.eval_every and self.engine.step % s.eval_every == 0):
+                pace = s.eval_every and self.engine.step % s.eval_every == 0
+                if s.evaluates and (last or (pace and not stop)):
                     yield self._seen(self._evaluate())
                 due = s.save_every and self.engine.step % s.save_every == 0
                 if last or stop or due or wishes & SAVE:

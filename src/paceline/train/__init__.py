@@ -1,0 +1,1 @@
+"""The trainer, and how a recipe becomes one."""
