@@ -119,20 +119,22 @@ def _commit(draft: Path, folder: Path) -> None:
 
 
 def _split(texts: Iterable[str], share: float | None) -> tuple[list[str], list[str]]:
-    """Documents by hash: the same document is held out whatever stands beside it."""
-    train: list[str] = []
-    held: list[str] = []
-    for text in texts:
-        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        (held if share and number < share * 2**64 else train).append(text)
-    if not train and not held:
+    """(training, held out). Documents go by hash: the same one is held out whatever stands beside it.
+
+    Where that takes none, the one with the lowest hash is held out; of a single document, its end.
+    """
+    numbered = [(int.from_bytes(hashlib.blake2b(t.encode(), digest_size=8).digest(), "little"), t) for t in texts]
+    if not numbered:
         raise InputError("the training sources hold no text: every file is empty. Name files with text in data.train.")
-    if not train or (share and not held):
-        raise InputError(
-            f"{len(train) + len(held)} document(s) are too few to hold out a share of {share:g}: give more documents, "
-            f"name evaluation files in data.eval, or set data.eval to none."
-        )
-    return train, held
+    if not share:
+        return [text for _, text in numbered], []
+    if len(numbered) == 1:
+        text = numbered[0][1]
+        cut = round(len(text) * (1 - share))
+        return [text[:cut]], [text[cut:]]
+    limit = max(share * 2**64, min(number for number, _ in numbered) + 1)
+    train = [text for number, text in numbered if number >= limit]
+    return train, [text for number, text in numbered if number < limit]
 
 
 def _build(folder: Path, train: list[str], held: list[str], vocab_size: int, given: Path | None) -> None:

@@ -124,7 +124,7 @@ class Passes:
             self._began_backward = False
             self._counting = torch.is_grad_enabled()
             self.start_forward()
-            self.root.begun += 1
+            self.root.begun += self._counting
             if module.training:
                 self._users_stream = self._streams.state()
                 self._streams.seed(self._key(self.root, self.root.begun))
@@ -158,7 +158,7 @@ class Passes:
             self._arrive(unit, self._backward)
         else:
             self._arrive(unit, self._forward)
-            unit.begun += 1
+            unit.begun += self._counting
             unit.uses += self._counting
             if self._observed is not None and unit.index not in self._observed:
                 self._observed.append(unit.index)
