@@ -10,6 +10,8 @@ help: ## what there is
 	@grep -hE '^[a-z]+:.*##' Makefile | sed 's/:.*##/\t/'
 
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Paceline needs Python 3.11 or later, and $(PYTHON) is older: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0 --editable '.[dev]'
 	touch $@
@@ -18,8 +20,8 @@ demo: $(VENV)/.installed ## install, then train a small model on real text and s
 	$(BIN)/paceline demo
 
 check: $(VENV)/.installed ## format, lint, types, import contracts, house rules, unit tests
-	$(BIN)/ruff format --check src tests tools benchmarks examples
-	$(BIN)/ruff check src tests tools benchmarks examples
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python tools/house.py
@@ -35,8 +37,9 @@ bench: $(VENV)/.installed ## throughput and memory against the peers (see benchm
 	$(BIN)/python benchmarks/throughput.py --preset quick
 
 docs: $(VENV)/.installed ## the documentation, as a site in site/
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0 '.[docs]'
-	$(BIN)/mkdocs build --strict
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python tools/reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove runs, caches and the environment
-	rm -rf $(VENV) runs site .ruff_cache .pytest_cache
+	rm -rf $(VENV) runs site .ruff_cache .pytest_cache .hypothesis .import_linter_cache
