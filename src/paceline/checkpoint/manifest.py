@@ -3,9 +3,12 @@
 Note [Format]
 -------------
 A checkpoint is a folder `step-00000120` with `manifest.json` and one safetensors file a writing rank. The manifest says
-of every piece which elements of which tensor it is, and in which file and where; of every file its size and checksum; and
-its own first line is the checksum of the rest. It is written last, and the folder gets its name after that: a folder
-with that name is complete.
+of every piece which elements of which tensor it is, and in which file and where; of every file its size and checksum. Its
+own first line holds the checksum of the lines below, and the whole is JSON. It is written last, and the folder gets its
+name after that: a folder with that name is complete.
+
+Drafts are `.step-00000120.tmp-<id>`. A checkpoint that is about to be replaced by one of the same step is
+`.step-00000120.old` for a moment; if the run dies in that moment it still counts.
 """
 
 import json
@@ -24,7 +27,7 @@ from paceline.core.errors import InputError, RunFailed
 
 FORMAT = 1
 NAME = "manifest.json"
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.old")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +65,9 @@ class Manifest:
     files: dict[str, dict[str, int]]
     versions: dict[str, str] = field(default_factory=dict)
 
-    def text(self) -> str:
-        body = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
-        return f"{zlib.crc32(body.encode()):08x}\n{body}\n"
+    def data(self) -> bytes:
+        body = json.dumps({"format": FORMAT, **asdict(self)}, indent=1).removeprefix("{\n").encode() + b"\n"
+        return _head(body) + body
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -74,15 +77,14 @@ class Manifest:
             data = path.read_bytes()
         except OSError as error:
             raise InputError(f"{folder} is not a checkpoint: {path.name} cannot be read ({error.strerror}).") from None
-        head, _, body = data.partition(b"\n")
-        try:
-            if int(head, 16) != zlib.crc32(body.removesuffix(b"\n")):
-                raise ValueError("its checksum differs")
-            fields = json.loads(body)
-        except ValueError as error:
+        head, newline, body = data.partition(b"\n")
+        if head + newline != _head(body):
             raise InputError(
-                f"checkpoint {folder} is damaged: {path.name} is not what was written ({error}). Use another one."
-            ) from None
+                f"checkpoint {folder} is damaged: {path.name} is not what was written (its checksum differs). Use "
+                f"another one."
+            )
+        fields = json.loads(data)
+        del fields["crc32"]
         if fields.pop("format") != FORMAT:
             raise InputError(f"checkpoint {folder} has another format than {FORMAT}, which this version reads.")
         fields["entries"] = [Entry(**{**e, "shape": tuple(e["shape"])}) for e in fields["entries"]]
@@ -96,13 +98,22 @@ class Manifest:
         return {key: sorted(entries, key=lambda e: e.start) for key, entries in found.items()}
 
 
-def refuse_gaps(entries: Iterable[Entry]) -> None:
-    """Every element of every tensor exactly once, or RunFailed: a placeholder must never pass for a weight."""
-    spans: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
-    sizes: dict[tuple[str, str], int] = {}
+def _head(body: bytes) -> bytes:
+    """The manifest's first line."""
+    return f'{{"crc32": "{zlib.crc32(body):08x}",\n'.encode()
+
+
+def refuse_gaps(entries: Iterable[Entry], sizes: Mapping[tuple[str, str], int]) -> None:
+    """Every element of every tensor exactly once, or RunFailed: a placeholder must never pass for a weight.
+
+    Args:
+        sizes: elements of every tensor that there must be, by (kind, name).
+    """
+    spans: dict[tuple[str, str], list[tuple[int, int]]] = {key: [] for key in sizes}
     for entry in entries:
+        if sizes.get((entry.kind, entry.name)) != prod(entry.shape):
+            raise RunFailed(f"a piece of {entry.kind} {entry.name!r}, shape {entry.shape}, belongs to no tensor.")
         spans[entry.kind, entry.name].append((entry.start, entry.stop))
-        sizes[entry.kind, entry.name] = prod(entry.shape)
     for (kind, name), pieces in spans.items():
         at = 0
         for start, stop in sorted(pieces):
@@ -120,15 +131,29 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def draft_name(step: int, token: str) -> str:
+    return f".{folder_name(step)}.tmp-{token}"
+
+
+def aside(folder: Path) -> Path:
+    """Where a checkpoint is while one of the same step takes its place."""
+    return folder.with_name(f".{folder.name}.old")
+
+
+def is_draft(folder: Path) -> bool:
+    return folder.name.startswith(".step-") and ".tmp-" in folder.name
+
+
 def step_of(folder: Path) -> int | None:
     """The step in a checkpoint folder's name; None for another folder."""
     match = _STEP.fullmatch(folder.name)
-    return int(match.group(1)) if match else None
+    return int(match.group(1) or match.group(2)) if match else None
 
 
 _SAFETENSORS = {
     "float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
 }  # fmt: skip
 
 
@@ -141,7 +166,11 @@ def safetensors_header(
     places: dict[str, int] = {}
     for key, (dtype, shape) in tensors.items():
         end = at + prod(shape) * dtype.itemsize
-        code = _SAFETENSORS[str(dtype).removeprefix("torch.")]
+        code = _SAFETENSORS.get(str(dtype).removeprefix("torch."))
+        if code is None:
+            raise RunFailed(
+                f"{key} is {dtype}, which safetensors cannot hold: make it non-persistent or another dtype."
+            )
         table[key] = {"dtype": code, "shape": list(shape), "data_offsets": [at, end]}
         places[key], at = at, end
     head = json.dumps(table).encode()

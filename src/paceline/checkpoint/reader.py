@@ -4,6 +4,7 @@ import os
 import warnings
 import zlib
 from bisect import bisect_right
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,109 +13,153 @@ import torch
 from paceline.checkpoint import manifest, store
 from paceline.checkpoint.manifest import Entry, Manifest
 from paceline.core.errors import InputError
+from paceline.mesh.mesh import Mesh
 from paceline.zero import Engine
+
+MODEL_KINDS = ("master", "param", "buffer")
 
 
 class Reader:
-    """Reads intervals of tensors from one checkpoint. Every piece that is touched is checked once, whole."""
+    """Reads intervals of tensors from one checkpoint: the bytes asked for and no others."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = Manifest.read(folder)
-        self._tensors = self.manifest.by_tensor()
-        self._checked: dict[tuple[str, int], bytes] = {}
+        self.tensors = self.manifest.by_tensor()
 
     def fetch(self, kind: str, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements `[start, stop)` of a flattened tensor, 1-D."""
-        entries = self._tensors.get((kind, name))
+        """Elements `[start, stop)` of a flattened tensor, 1-D.
+
+        Raises InputError where the checkpoint lacks some of them, or a piece that is read whole is not what was written
+        (`store.faults` finds the rest).
+        """
+        entries = self.tensors.get((kind, name))
         if entries is None:
-            raise InputError(
-                f"checkpoint {self.folder} has no {kind} {name!r}: the model or its optimizer differs from the one that "
-                f"wrote it. Load it into the same model, or start a new run."
-            )
+            raise InputError(f"checkpoint {self.folder} has no {kind} {name!r}.")
         out = torch.empty(stop - start, dtype=entries[0].torch_dtype)
-        first = bisect_right([e.start for e in entries], start) - 1
-        for entry in entries[max(0, first) :]:
-            low, high = max(start, entry.start), min(stop, entry.stop)
-            if low < high:
-                out[low - start : high - start] = self._piece(entry)[low - entry.start : high - entry.start]
+        at = start
+        for entry in entries[max(0, bisect_right(entries, start, key=lambda e: e.start) - 1) :]:
+            if at >= stop:
+                break
+            end = min(stop, entry.stop)
+            if not entry.start <= at < end:
+                break
+            self._read(entry, at, out[at - start : end - start])
+            at = end
+        if at != stop:
+            raise InputError(f"checkpoint {self.folder} lacks elements [{at}, {stop}) of {kind} {name!r}.")
         return out
 
     def whole(self, kind: str, name: str) -> torch.Tensor:
         """A whole tensor in its shape."""
-        entries = self._tensors[kind, name]
-        return self.fetch(kind, name, 0, entries[-1].stop).view(entries[0].shape)
+        shape = self.tensors[kind, name][0].shape
+        return self.fetch(kind, name, 0, prod(shape)).view(shape)
 
-    def names(self, *kinds: str) -> list[tuple[str, str]]:
-        return [key for key in self._tensors if key[0] in kinds]
-
-    def _piece(self, entry: Entry) -> torch.Tensor:
+    def _read(self, entry: Entry, start: int, out: torch.Tensor) -> None:
+        """Elements of one piece from `start` on, into `out`."""
         path = self.folder / entry.file
+        data = memoryview(out.view(torch.uint8).numpy())
+        at, left = entry.offset + (start - entry.start) * out.element_size(), data
         try:
             with path.open("rb", buffering=0) as file:
-                data = bytearray(os.pread(file.fileno(), entry.nbytes, entry.offset))
-                while data and len(data) < entry.nbytes:
-                    more = os.pread(file.fileno(), entry.nbytes - len(data), entry.offset + len(data))
-                    if not more:
-                        break
-                    data += more
+                while left and (count := os.preadv(file.fileno(), [left], at)):
+                    left, at = left[count:], at + count
         except OSError as error:
             raise InputError(f"checkpoint file {path} cannot be read: {error.strerror}.") from None
-        if len(data) != entry.nbytes or zlib.crc32(data) != entry.crc32:
+        if left or (len(data) == entry.nbytes and zlib.crc32(data) != entry.crc32):
             raise InputError(
                 f"checkpoint {self.folder} is damaged: {entry.kind} {entry.name!r} in {entry.file} is not what was "
-                f"written (its checksum differs). Use another checkpoint."
+                f"written. Use another checkpoint."
             )
-        return torch.frombuffer(data, dtype=entry.torch_dtype)
+
+
+class _AgreedFetch:
+    """A fetch that keeps its first failure for later.
+
+    One rank that raised in the middle of `engine.load` would leave the others waiting in its collectives.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader, self.problem = reader, ""
+
+    def __call__(self, kind: str, name: str, start: int, stop: int) -> torch.Tensor:
+        if not self.problem:
+            try:
+                return self._reader.fetch(kind, name, start, stop)
+            except InputError as error:
+                self.problem = str(error)
+        return torch.zeros(stop - start)
 
 
 def load(root: str | os.PathLike[str], engine: Engine, optim: object = None) -> dict[str, Any] | None:
     """Fills the engine from a checkpoint and returns its `extra`. Collective.
 
+    Call it after `engine.optimizer(...)`, or before to take the weights alone.
+
     Args:
         root: a folder of checkpoints, of which the newest sound one is taken, or one checkpoint.
+        optim: accepted for symmetry; the engine knows its optimizer.
 
     Returns:
         None if there is no checkpoint below `root`.
 
     Raises:
-        InputError: the named checkpoint, or every one, is damaged; or it does not fit the model.
+        InputError: the named checkpoint, or every one, is damaged; or it does not fit the model. On every rank.
     """
-    mesh, root = engine.mesh, Path(root)
-    chosen, problem = mesh.broadcast_object(_choose(root) if mesh.is_main else None)
-    if problem:
-        raise InputError(problem)
+    mesh = engine.mesh
+    chosen, passed_over = _choose(Path(root), mesh)
     if chosen is None:
         return None
     reader = Reader(chosen)
-    known = {(p.kind, p.name) for p in engine.pieces(owned=False)}
-    kinds = {"master", "param", "buffer"}
-    stored = {key for key in reader._tensors if key[0] in kinds}
-    everyone = {key for keys in mesh.all_gather_object({k for k in known if k[0] in kinds}) for key in keys}
-    if stored - everyone:
-        kind, name = sorted(stored - everyone)[0]
-        raise InputError(
-            f"checkpoint {chosen} holds {kind} {name!r}, which this model does not have: load it into the model that "
-            f"wrote it."
-        )
-    engine.load(reader.manifest.scalars, reader.fetch)
+    _refuse_other_model(reader, engine)
+    fetch = _AgreedFetch(reader)
+    engine.load(reader.manifest.scalars, fetch)
+    problems = [problem for problem in mesh.all_gather_object(fetch.problem) if problem]
+    if problems:
+        raise InputError(f"{problems[0]} The engine is half filled: load another checkpoint or start anew.")
+    if passed_over and mesh.is_main:
+        warnings.warn(f"{'; '.join(passed_over)}: going on from {chosen}", stacklevel=2)
     return reader.manifest.extra
 
 
-def _choose(root: Path) -> tuple[Path | None, str | None]:
-    """The checkpoint to load, or what is wrong. A damaged newest one is passed over with a warning."""
-    if manifest.step_of(root) is not None:
-        wrong = list(store.faults(root))
-        return root, f"checkpoint {root} is damaged: {'; '.join(wrong)}. Use another one." if wrong else None
-    found = store.list_checkpoints(root)
+def _choose(root: Path, mesh: Mesh) -> tuple[Path | None, list[str]]:
+    """The newest sound checkpoint, and what is wrong with newer ones. Ranks divide the reading."""
+    named = manifest.step_of(root) is not None
+    found = mesh.broadcast_object(([root] if named else store.list_checkpoints(root)) if mesh.is_main else None)
     said: list[str] = []
     for folder in reversed(found):
-        wrong = list(store.faults(folder))
+        shares = mesh.all_gather_object(list(store.faults(folder, mesh.rank, mesh.world)))
+        wrong = list(dict.fromkeys(line for share in shares for line in share))
         if not wrong:
-            if said:
-                warnings.warn(f"{'; '.join(said)}: going on from {folder}", stacklevel=2)
-            return folder, None
+            return folder, said
         said += wrong
+    if named:
+        raise InputError(f"checkpoint {root} is damaged: {'; '.join(said)}. Use another one.")
     if found:
-        return None, f"every checkpoint below {root} is damaged: {'; '.join(said)}. Restore one, or use a new run.dir."
-    return None, None
+        raise InputError(
+            f"every checkpoint below {root} is damaged: {'; '.join(said)}. Restore one, or start in another folder."
+        )
+    return None, said
+
+
+def _refuse_other_model(reader: Reader, engine: Engine) -> None:
+    """Names and shapes of the model and of the checkpoint must be the same, over all ranks."""
+    mine = {(p.kind, p.name): p.shape for p in engine.pieces(owned=False) if p.kind in MODEL_KINDS}
+    model: dict[tuple[str, str], tuple[int, ...]] = {}
+    for part in engine.mesh.all_gather_object(mine):
+        model |= part
+    stored = {key: entries[0].shape for key, entries in reader.tensors.items() if key[0] in MODEL_KINDS}
+    missing, unknown = sorted(model.keys() - stored.keys()), sorted(stored.keys() - model.keys())
+    where = f"checkpoint {reader.folder}"
+    remedy = "Load it into the model that wrote it, or start a new run in another folder."
+    for kind, name in missing:
+        others = [k for k, n in stored if n == name]
+        as_other = f" (it holds it as {others[0]}: was it trained there and frozen here?)" if others else ""
+        raise InputError(f"{where} has no {kind} {name!r}, which this model needs{as_other}. {remedy}")
+    for kind, name in unknown:
+        raise InputError(f"{where} holds {kind} {name!r}, which this model does not have. {remedy}")
+    for key, shape in model.items():
+        if stored[key] != shape:
+            raise InputError(
+                f"{where} holds {key[0]} {key[1]!r} in shape {stored[key]}, this model has {shape}. {remedy}"
+            )

@@ -12,51 +12,66 @@ from paceline.checkpoint.manifest import Manifest
 from paceline.core.errors import InputError
 
 _CHUNK = 1 << 22
+StrPath = str | os.PathLike[str]
 
 
-def list_checkpoints(root: Path) -> list[Path]:
+def list_checkpoints(root: StrPath) -> list[Path]:
     """Complete checkpoints below a folder, oldest first."""
+    root = Path(root)
     if not root.is_dir():
         return []
-    found = [p for p in root.iterdir() if manifest.step_of(p) is not None and (p / manifest.NAME).exists()]
-    return sorted(found, key=lambda p: manifest.step_of(p) or 0)
+    steps = {p: step for p in root.iterdir() if (step := manifest.step_of(p)) is not None}
+    named = {step for p, step in steps.items() if p.name == manifest.folder_name(step)}
+    found = [p for p, step in steps.items() if p.name == manifest.folder_name(step) or step not in named]
+    return sorted((p for p in found if (p / manifest.NAME).exists()), key=steps.__getitem__)
 
 
-def newest(root: Path) -> Path | None:
+def newest(root: StrPath) -> Path | None:
     """The newest complete checkpoint, without reading its tensors."""
     found = list_checkpoints(root)
     return found[-1] if found else None
 
 
-def draft_name(step: int) -> str:
-    return f".{manifest.folder_name(step)}.draft-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+def new_draft(root: Path, step: int) -> Path:
+    """An empty folder for a checkpoint in the making. Drafts that died with their run go first: they hold disk space."""
+    created = not root.exists()
+    root.mkdir(parents=True, exist_ok=True)
+    if created:
+        sync_folder(root.parent)
+    _sweep(root)
+    draft = root / manifest.draft_name(step, f"{os.getpid()}-{uuid.uuid4().hex[:6]}")
+    draft.mkdir()
+    return draft
 
 
 def commit(draft: Path, root: Path, step: int) -> Path:
-    """Gives a finished draft its name. A checkpoint of the same step is replaced; it is gone only once the new one is there."""
+    """Gives a finished draft its name. At every moment a checkpoint of the same step is there, or its successor."""
     sync_folder(draft)
     final = root / manifest.folder_name(step)
     if final.exists():
-        old = draft.with_name(draft.name + ".old")
-        os.rename(final, old)
-        os.rename(draft, final)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        os.rename(draft, final)
+        shutil.rmtree(manifest.aside(final), ignore_errors=True)
+        os.rename(final, manifest.aside(final))
+    os.rename(draft, final)
     sync_folder(root)
     return final
 
 
 def retain(root: Path, keep: int | None, current: Path) -> None:
-    """Deletes all but the `keep` newest, never `current`; and drafts that died with their run."""
-    if keep is not None:
-        for old in list_checkpoints(root)[: -max(1, keep)]:
-            if old != current:
-                doomed = old.with_name(f".{old.name}.draft-old-{uuid.uuid4().hex[:6]}")
-                os.rename(old, doomed)  # a folder that is half deleted must not look complete
-                shutil.rmtree(doomed, ignore_errors=True)
-    for leftover in root.glob(".step-*.draft-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    """Deletes what `current` has replaced, and all but the `keep` newest; never `current` itself."""
+    _sweep(root)
+    for old in list_checkpoints(root)[: -max(1, keep)] if keep is not None else []:
+        if old != current:
+            doomed = root / manifest.draft_name(0, f"gone-{uuid.uuid4().hex[:6]}")
+            os.rename(old, doomed)  # a folder that is half deleted must not look complete
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _sweep(root: Path) -> None:
+    kept = set(list_checkpoints(root))
+    for folder in root.iterdir():
+        replaced = folder.name.endswith(".old") and manifest.step_of(folder) is not None and folder not in kept
+        if manifest.is_draft(folder) or replaced:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
@@ -83,25 +98,31 @@ def checksum(path: Path) -> int:
     return crc
 
 
-def faults(folder: Path) -> Iterator[str]:
-    """What differs from the manifest, a line each; nothing for a sound checkpoint."""
+def faults(folder: Path, share: int = 0, shares: int = 1) -> Iterator[str]:
+    """What differs from the manifest, a line each; nothing for a sound checkpoint.
+
+    Args:
+        share, shares: look at every `shares`-th file only, from number `share` on, so that ranks can divide the work.
+    """
     try:
         found = Manifest.read(folder)
     except InputError as error:
         yield str(error)
         return
-    for name, said in found.files.items():
+    for name, said in sorted(found.files.items())[share::shares]:
         path = folder / name
-        if not path.exists():
-            yield f"{path} is missing"
-        elif path.stat().st_size != said["size"]:
-            yield f"{path} has {path.stat().st_size} bytes, the manifest says {said['size']}"
-        elif checksum(path) != said["crc32"]:
-            yield f"{path} is not what was written: its checksum differs"
+        try:
+            size = path.stat().st_size
+            if size != said["size"]:
+                yield f"{path} has {size} bytes, the manifest says {said['size']}"
+            elif checksum(path) != said["crc32"]:
+                yield f"{path} is not what was written: its checksum differs"
+        except OSError as error:
+            yield f"{path} cannot be read ({error.strerror})"
 
 
-def verify(folder: Path) -> None:
+def verify(folder: StrPath) -> None:
     """Reads every byte; InputError names what is wrong."""
-    wrong = list(faults(folder))
+    wrong = list(faults(Path(folder)))
     if wrong:
         raise InputError(f"checkpoint {folder} is damaged: {'; '.join(wrong)}. Use another one.")

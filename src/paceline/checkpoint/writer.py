@@ -12,10 +12,11 @@ import torch
 import paceline
 from paceline.checkpoint import manifest, store
 from paceline.checkpoint.manifest import Entry, Manifest
-from paceline.core.errors import InputError, RunFailed
+from paceline.core.errors import PacelineError, RunFailed
 from paceline.zero import Engine, Piece
 
 _AT_ONCE = 1 << 24
+Written = tuple[list[Entry], dict[str, dict[str, int]]]
 
 
 def save(
@@ -27,77 +28,115 @@ def save(
     Args:
         root: folder of checkpoints, on a file system that all ranks see.
         optim: accepted for symmetry; the engine knows its optimizer.
-        extra: JSON-able data to come back from `load`.
+        extra: JSON-able data to come back from `load`; rank 0's counts.
         keep: how many of the newest to keep; None: all.
 
     Raises:
-        RunFailed: some rank could not write; names rank, path and reason. Earlier checkpoints are untouched.
+        RunFailed: on every rank, if some rank could not write; names rank, path and reason. Earlier checkpoints are
+            untouched.
     """
     mesh, root = engine.mesh, Path(root)
-    draft = root / mesh.broadcast_object(store.draft_name(engine.step))
-    problem, entries, files = None, [], {}
+    draft, problem = mesh.broadcast_object(_draft(root, engine.step) if mesh.is_main else None)
+    if problem is None:
+        written, problem = _attempt(mesh.rank, draft, lambda: _write(draft, mesh.rank, engine.pieces(owned=True)))
+        shared = mesh.all_gather_object((problem, written))
+        problems = [p for p, _ in shared if p]
+        final: Path | None = None
+        if not problems and mesh.is_main:
+            parts = [part for _, part in shared]
+            final, problem = _attempt(0, draft, lambda: _commit(draft, root, engine, parts, extra or {}, keep))
+            problems = [problem] if problem else []
+        problems, final = mesh.broadcast_object((problems, final))
+        if final is not None:
+            return final
+        problem = "; ".join(problems)
+    if mesh.is_main and draft is not None:
+        shutil.rmtree(draft, ignore_errors=True)
+    raise RunFailed(
+        f"the checkpoint of step {engine.step} could not be written to {root}: {problem}. Earlier checkpoints are "
+        f"untouched; put that right (free space, or another folder) and start again to go on from the last one."
+    )
+
+
+def _draft(root: Path, step: int) -> tuple[Path | None, str | None]:
+    return _attempt(0, root, lambda: store.new_draft(root, step))
+
+
+def _attempt(rank: int, path: Path, action: Any) -> tuple[Any, str | None]:
+    """The action's result, or what went wrong.
+
+    Whatever it is: a rank that raised here alone would leave the others waiting for its answer.
+    """
     try:
-        draft.mkdir(parents=True, exist_ok=True)
-        entries, files = _write(draft, f"rank-{mesh.rank:05d}.safetensors", engine.pieces(owned=True))
+        return action(), None
     except OSError as error:
-        problem = f"rank {mesh.rank}: {error.strerror or error} ({error.filename or draft})"
-    shared = mesh.all_gather_object((problem, entries, files))
-    problems = [p for p, _, _ in shared if p]
-    final: Path | None = None
-    if not problems and mesh.is_main:
-        whole = Manifest(
-            engine.step, mesh.world, engine.scalars(), extra or {}, [e for _, es, _ in shared for e in es],
-            {name: said for _, _, fs in shared for name, said in fs.items()},
-            {"paceline": paceline.__version__, "torch": torch.__version__},
-        )  # fmt: skip
-        try:
-            manifest.refuse_gaps(whole.entries)
-            store.write_synced(draft / manifest.NAME, whole.text().encode())
-            final = store.commit(draft, root, engine.step)
-            store.retain(root, keep, final)
-        except OSError as error:
-            problems = [f"rank 0: {error.strerror or error} ({error.filename or draft})"]
-        except RunFailed as error:
-            problems = [str(error)]
-    problems, final = mesh.broadcast_object((problems, final))
-    if problems or final is None:
-        if mesh.is_main:
-            shutil.rmtree(draft, ignore_errors=True)
-        raise RunFailed(
-            f"the checkpoint of step {engine.step} could not be written to {root}: {'; '.join(problems)}. Earlier "
-            f"checkpoints are untouched; free space or choose another run.dir, and start again to go on from the last one."
-        )
+        return None, f"rank {rank}, {error.filename or path}: {error.strerror or error}"
+    except PacelineError as error:
+        return None, f"rank {rank}: {str(error).removesuffix('.')}"
+    except Exception as error:  # noqa: BLE001
+        return None, f"rank {rank}, {path}: {type(error).__name__}: {error}"
+
+
+def _commit(
+    draft: Path, root: Path, engine: Engine, parts: Sequence[Written], extra: dict[str, Any], keep: int | None
+) -> Path:
+    scalars = engine.scalars()
+    whole = Manifest(
+        engine.step, engine.mesh.world, scalars, extra,
+        [entry for entries, _ in parts for entry in entries],
+        {name: said for _, files in parts for name, said in files.items()},
+        {"paceline": paceline.__version__, "torch": torch.__version__},
+    )  # fmt: skip
+    manifest.refuse_gaps(whole.entries, _sizes(engine, scalars))
+    store.write_synced(draft / manifest.NAME, whole.data())
+    final = store.commit(draft, root, engine.step)
+    store.retain(root, keep, final)
     return final
 
 
-def _write(folder: Path, name: str, pieces: Sequence[Piece]) -> tuple[list[Entry], dict[str, dict[str, int]]]:
+def _sizes(engine: Engine, scalars: dict[str, Any]) -> dict[tuple[str, str], int]:
+    """Elements of all that a checkpoint of this engine must hold, from the model's layout and not from its pieces."""
+    states = scalars.get("optimizer", {}).get("states", {})
+    sizes = {("buffer", name): buffer.numel() for name, buffer in engine.persistent_buffers()}
+    for unit in engine.units:
+        for group in unit.groups:
+            for slot in group.layout.slots:
+                for kind in ("master", *states) if group.trainable else ("param",):
+                    sizes[kind, slot.name] = slot.numel
+    return sizes
+
+
+def _write(folder: Path, rank: int, pieces: Sequence[Piece]) -> Written:
     """Streams this rank's pieces to one file; entries and the file's size and checksum."""
     if not pieces:
         return [], {}
+    path = folder / f"rank-{rank:05d}.safetensors"
     keys = [f"{p.kind}:{p.name}[{p.start}:{p.stop}]" for p in pieces]
-    dtypes = [str(p.tensor.dtype).removeprefix("torch.") for p in pieces]
-    sizes = {k: (p.tensor.dtype, (p.stop - p.start,)) for k, p in zip(keys, pieces, strict=True)}
-    if len(sizes) != len(pieces):
-        raise InputError("a tensor occurs twice in this checkpoint: two parameters or buffers have one name.")
-    head, offsets = manifest.safetensors_header(sizes)
+    head, offsets = manifest.safetensors_header(
+        {key: (p.tensor.dtype, (p.stop - p.start,)) for key, p in zip(keys, pieces, strict=True)}
+    )
+    if len(offsets) != len(pieces):
+        raise RunFailed("a tensor occurs twice: two parameters or buffers have one name.")
     entries: list[Entry] = []
-    path = folder / name
-    with path.open("wb", buffering=0) as file:
-        file.write(head)
-        total, size = zlib.crc32(head), len(head)
-        for key, dtype, piece in zip(keys, dtypes, pieces, strict=True):
-            data = memoryview(piece.tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
-            crc = 0
-            for at in range(0, len(data), _AT_ONCE):
-                part = data[at : at + _AT_ONCE]
-                _write_all(file, part)
-                crc, total = zlib.crc32(part, crc), zlib.crc32(part, total)
-            size += len(data)
-            entries.append(
-                Entry(piece.kind, piece.name, dtype, piece.shape, piece.start, piece.stop, name, offsets[key], crc)
-            )
-        os.fsync(file.fileno())
-    return entries, {name: {"size": size, "crc32": total}}
+    try:
+        with path.open("wb", buffering=0) as file:
+            _write_all(file, memoryview(head))
+            total, size = zlib.crc32(head), len(head)
+            for key, piece in zip(keys, pieces, strict=True):
+                data = memoryview(piece.tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+                crc = 0
+                for at in range(0, len(data), _AT_ONCE):
+                    part = data[at : at + _AT_ONCE]
+                    _write_all(file, part)
+                    crc, total = zlib.crc32(part, crc), zlib.crc32(part, total)
+                size += len(data)
+                dtype = str(piece.tensor.dtype).removeprefix("torch.")
+                place = (path.name, offsets[key], crc)
+                entries.append(Entry(piece.kind, piece.name, dtype, piece.shape, piece.start, piece.stop, *place))
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a failed write does not know its file's name
+    return entries, {path.name: {"size": size, "crc32": total}}
 
 
 def _write_all(file: Any, data: memoryview) -> None:

@@ -72,7 +72,11 @@ def _ls(run: Path) -> int:
     if not found:
         raise InputError(f"there is no complete checkpoint in {run}.")
     for folder in found:
-        about = Manifest.read(folder)
+        try:
+            about = Manifest.read(folder)
+        except InputError:
+            print(f"{folder}  damaged: its manifest is not what was written")
+            continue
         size = sum(f["size"] for f in about.files.values()) / 2**20
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))
         print(f"{folder}  step {about.step}  {size:.1f} MiB  {about.world} rank(s)  {when}")
@@ -87,7 +91,10 @@ def _show(folder: Path) -> None:
     kinds: dict[str, list[int]] = {}
     for (kind, _), entries in tensors.items():
         kinds.setdefault(kind, []).append(entries[-1].stop)
-    print(f"{folder}: step {about.step}, written by {about.world} rank(s), {about.versions}")
+    print(
+        f"{folder}: step {about.step}, written by {about.world} rank(s), "
+        f"{', '.join(f'{name} {version}' for name, version in about.versions.items())}"
+    )
     for kind, sizes in kinds.items():
         print(f"  {kind:<12} {len(sizes):>5} tensors {sum(sizes):>14,} elements")
     optimizer = about.scalars.get("optimizer", {}).get("class", "none")
