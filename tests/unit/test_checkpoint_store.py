@@ -284,7 +284,8 @@ class Saver:
     def __init__(self, root: Path) -> None:
         self.root = root
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "paceline.checkpoint", "paceline.zero"])
+        # torch.optim imports dynamo at first use
+        context.set_forkserver_preload(["torch", "torch._dynamo", "pytest", "paceline.checkpoint", "paceline.zero"])
         self.process = context.Process(target=save_for_ever, args=(root,))
 
     def __enter__(self) -> "Saver":
