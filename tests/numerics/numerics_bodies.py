@@ -12,7 +12,10 @@ from paceline.models import Decoder, DecoderConfig
 from paceline.zero import Engine
 
 CONFIG = dict(vocab_size=97, dim=32, layers=3, heads=4, kv_heads=2, ffn=80, context=16)
-OPTIMIZERS = {"adamw": (torch.optim.AdamW, dict(lr=3e-3, weight_decay=0.1)), "sgd": (torch.optim.SGD, dict(lr=0.1, momentum=0.9))}
+OPTIMIZERS = {
+    "adamw": (torch.optim.AdamW, dict(lr=3e-3, weight_decay=0.1)),
+    "sgd": (torch.optim.SGD, dict(lr=0.1, momentum=0.9)),
+}
 
 
 def model(dropout=0.0, tied=True):
@@ -89,7 +92,10 @@ def parity(mesh, accumulation, precision, name):
         for remat in ("none", "full"):
             engine, optim = make(mesh, stage, precision, remat, name)
             ours = train(engine, optim, total, 0, 5)
-            worst = [max(abs(a - b) / abs(b) for a, b in zip(x, y, strict=True)) for x, y in zip(ours, (losses, norms), strict=True)]
+            worst = [
+                max(abs(a - b) / abs(b) for a, b in zip(x, y, strict=True))
+                for x, y in zip(ours, (losses, norms), strict=True)
+            ]
             values = max(float((engine.full(n) - m).abs().max()) for n, m in masters.items())
             found[stage, remat] = (*worst, values)
     return found
@@ -187,6 +193,7 @@ def elementwise(mesh, name):
 
 def frozen_round_trip(mesh, root, stage):
     """I26: one frozen and one trained layer, buffers and a tie come back bit-equal into a model of other values."""
+
     def build(seed):
         torch.manual_seed(seed)
         m = torch.nn.ModuleDict({"a": torch.nn.Linear(5, 5), "b": torch.nn.Linear(5, 5), "n": torch.nn.BatchNorm1d(5)})
@@ -197,7 +204,9 @@ def frozen_round_trip(mesh, root, stage):
     first = build(0)
     engine = paceline.shard(first, mesh, stage=stage)
     optim = engine.optimizer(torch.optim.Adam, lr=0.1)
-    engine.backward(F.mse_loss(first(torch.ones(3, 5) * torch.arange(3.0)[:, None]), torch.zeros(3, 5), reduction="sum"), 15.0)
+    engine.backward(
+        F.mse_loss(first(torch.ones(3, 5) * torch.arange(3.0)[:, None]), torch.zeros(3, 5), reduction="sum"), 15.0
+    )
     optim.step()
     paceline.save(root, engine, optim)
     second = build(9)

@@ -30,7 +30,9 @@ def test_hybrid_keeps_the_hash(stage, precision):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("legs", [((2, 3, 7), (2, 1, 20)), ((2, 3, 5), (3, 2, 11), (1, 0, 13), (4, 1, 20))], ids=["resume", "elastic"])
+@pytest.mark.parametrize(
+    "legs", [((2, 3, 7), (2, 1, 20)), ((2, 3, 5), (3, 2, 11), (1, 0, 13), (4, 1, 20))], ids=["resume", "elastic"]
+)
 def test_I59_I64_interrupted_runs_keep_the_hash(tmp_path, legs, precision):
     """Each leg is (world, stage, until): loaded from the checkpoint of the last."""
     start = 0

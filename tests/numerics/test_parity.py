@@ -36,7 +36,9 @@ def test_I85_measured_ledger_is_the_planned_arithmetic(world, precision):
             assert not any(gap.values()), (key, gap)
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "SGD", "Adadelta", "Rprop"])
+@pytest.mark.parametrize(
+    "name", ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "SGD", "Adadelta", "Rprop"]
+)
 @ranks(2)
 def test_any_elementwise_optimizer_runs_on_shards(world, name):
     for whole, sharded in run(world, bodies.elementwise, name):

@@ -1,6 +1,7 @@
 """The engine's cases on several ranks. Bodies are in engine_cases.py; ids are those of the field cases."""
 
 import engine_cases as cases
+import engine_refusals as refusals
 import pytest
 from harness import ranks, run
 
@@ -126,12 +127,12 @@ def test_I08_I09_a_short_window_divides_by_its_own_length(world, stage):
 @STAGES
 @ranks(1, 2)
 def test_the_callers_random_stream_is_left_alone(world, stage):
-    assert all(run(world, cases.shared_stream, stage))
+    assert all(run(world, refusals.shared_stream, stage))
 
 
 @ranks(2)
 def test_different_models_are_refused_by_name(world):
-    said = same(run(world, cases.different_models))
+    said = same(run(world, refusals.different_models))
     assert "'up.weight'" in said
     assert "initial values" in said
 
@@ -139,20 +140,24 @@ def test_different_models_are_refused_by_name(world):
 @STAGES
 @ranks(1, 2)
 def test_evaluation_between_steps_changes_nothing(world, stage):
-    without, between = run(world, cases.evaluation_between_steps, stage)[0]
+    without, between = run(world, refusals.evaluation_between_steps, stage)[0]
     assert without == between
 
 
 @ranks(2)
 def test_wrong_use_is_refused(world):
-    said = same(run(world, cases.wrong_use))
-    for text, part in zip(said, ("no gradient to apply", "call it first", "does not depend", "counts no token", "whole matrices"), strict=True):
+    said = same(run(world, refusals.wrong_use))
+    for text, part in zip(
+        said,
+        ("no gradient to apply", "call it first", "does not depend", "counts no token", "whole matrices"),
+        strict=True,
+    ):
         assert part in text, said
 
 
 @ranks(2)
 def test_paths_that_part_are_refused_before_an_update(world):
-    said, unchanged = same(run(world, cases.different_reuse))
+    said, unchanged = same(run(world, refusals.different_reuse))
     assert "'layers.0' on rank 0" in said
     assert "'layers.1' on rank 1" in said
     assert "nothing was updated" in said
@@ -161,6 +166,6 @@ def test_paths_that_part_are_refused_before_an_update(world):
 
 @ranks(1, 2)
 def test_a_gradient_that_is_not_finite_names_its_parameter(world):
-    said, unchanged = same(run(world, cases.not_finite))
+    said, unchanged = same(run(world, refusals.not_finite))
     assert "down.weight" in said
     assert unchanged

@@ -35,7 +35,9 @@ def home(tmp_path_factory):
 
 
 def environment():
-    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"OMP_NUM_THREADS": "1"}
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {
+        "OMP_NUM_THREADS": "1"
+    }
 
 
 def start(home, *arguments):
@@ -75,7 +77,15 @@ def wait_for_step(home, run, step, process):
 
 def test_a_run_says_what_it_does_and_leaves_its_folder(home, whole):
     _, out = whole
-    for part in ("parallel.stage", "unigram entropy", "ZeRO stage 3", f"step {STEPS}/{STEPS}  loss", "evaluation loss", "saved", "tok/s"):
+    for part in (
+        "parallel.stage",
+        "unigram entropy",
+        "ZeRO stage 3",
+        f"step {STEPS}/{STEPS}  loss",
+        "evaluation loss",
+        "saved",
+        "tok/s",
+    ):
         assert part in out, part
     found = {p.name for p in (home / "runs/whole").iterdir()}
     assert {"checkpoints", "log.jsonl", "plan.json", "recipe.json", "tokenizer.json", "loss.png", "logs"} <= found
@@ -122,8 +132,20 @@ def test_a_killed_rank_ends_the_run_and_nothing_is_lost(home, whole):
 
 
 def torchrun(home, run, *options):
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "paceline", "train", "tiny.yaml", f"run.dir=runs/{run}"]
-    return subprocess.Popen(command, cwd=home, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *options,
+        "-m",
+        "paceline",
+        "train",
+        "tiny.yaml",
+        f"run.dir=runs/{run}",
+    ]
+    return subprocess.Popen(
+        command, cwd=home, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def test_under_torchrun_it_is_one_rank(home, whole):

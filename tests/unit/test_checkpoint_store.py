@@ -70,7 +70,7 @@ def test_files_are_plain(saved: Path) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["manifest.json", "rank-00000.safetensors"]
     about = json.loads((folder / "manifest.json").read_text())
     assert about["extra"] == {"note": ["x", 1]} and about["scalars"]["ties"] == {"head.weight": "embed.weight"}
-    assert "exp_avg:layers.0.trained.weight[0:6400]" in load_file(folder / "rank-00000.safetensors")
+    assert "exp_avg:layers.0.trained.weight[0:22500]" in load_file(folder / "rank-00000.safetensors")
 
 
 def test_every_flipped_bit_is_found(saved: Path, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_missing_tensor_is_named(lost: tuple[str, str], said: str, saved: Path
 
 def test_another_model_is_refused(saved: Path) -> None:
     engine, _ = make(one_rank(), 2, vocabulary=66)
-    with pytest.raises(InputError, match=r"'embed.weight' in shape \(67, 80\), this model has \(66, 80\)"):
+    with pytest.raises(InputError, match=r"'embed.weight' in shape \(67, 150\), this model has \(66, 150\)"):
         paceline.load(saved, engine)
     module = Mixed()
     module.layers[0].trained.requires_grad_(False)
@@ -273,7 +273,7 @@ def test_killed_while_saving(tmp_path: Path) -> None:
         verify(found)
         extra = paceline.load(tmp_path, engine)
         assert extra is not None and extra["step"] == engine.step > last
-        assert torch.equal(engine.full("embed.weight"), torch.full((67, 80), float(engine.step)))
+        assert torch.equal(engine.full("embed.weight"), torch.full((67, 150), float(engine.step)))
         last = engine.step
     assert len(os.listdir(tmp_path)) <= 2 + 2
 

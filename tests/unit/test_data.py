@@ -34,7 +34,7 @@ def loader(corpus, **changes):
 
 
 def test_bad_sources_name_file_and_line(tmp_path):
-    with pytest.raises(InputError, match="nowhere.*does not exist"):
+    with pytest.raises(InputError, match=r"nowhere.*does not exist"):
         files([str(tmp_path / "nowhere")])
     with pytest.raises(InputError, match="holds no file ending in"):
         files([str(tmp_path)])
@@ -114,7 +114,9 @@ def test_I64_order_is_blind_to_interruptions_and_world(corpus):
     feed = loader(corpus)
     whole = [feed.batch(s, i).tokens_BT for s in range(feed.steps) for i in range(feed.micro_batches(s))]
     again = loader(corpus)
-    later = [again.batch(s, i).tokens_BT for s in range(feed.steps // 2, feed.steps) for i in range(again.micro_batches(s))]
+    later = [
+        again.batch(s, i).tokens_BT for s in range(feed.steps // 2, feed.steps) for i in range(again.micro_batches(s))
+    ]
     assert all(torch.equal(a, b) for a, b in zip(whole[-len(later) :], later, strict=True))
     assert sum(len(b) for b in whole) == 3 * feed.epoch_rows
     count = feed.epoch_rows
@@ -133,7 +135,9 @@ def test_I68_evaluation_is_the_token_mean(monkeypatch):
     for cut in (1, 4, 17):
         losses = [2.0] * 16 + [6.0]
         batches = [losses[i : i + cut] for i in range(0, 17, cut)]
-        record = evaluate(engine, len(batches), batches.__getitem__, lambda module, b: (torch.tensor(sum(b)), float(len(b))))
+        record = evaluate(
+            engine, len(batches), batches.__getitem__, lambda module, b: (torch.tensor(sum(b)), float(len(b)))
+        )
         assert record.loss == pytest.approx(2.235294, abs=1e-6)
         assert record.tokens == 17
 

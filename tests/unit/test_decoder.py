@@ -28,7 +28,9 @@ def test_loss_is_the_sum_over_counted_targets():
     tokens = torch.randint(0, 61, (2, 8))
     targets = torch.randint(0, 61, (2, 8))
     targets[0, :5] = IGNORE
-    each = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten().clamp(min=0), reduction="none")
+    each = torch.nn.functional.cross_entropy(
+        model(tokens).flatten(0, 1), targets.flatten().clamp(min=0), reduction="none"
+    )
     expected = each[targets.flatten() != IGNORE].sum()
     assert model(tokens, targets).item() == pytest.approx(expected.item(), rel=1e-6)
 

@@ -19,7 +19,9 @@ def test_I66_linear_is_half_way_at_half_time():
 
 def test_I61_lr_needs_no_state():
     schedule = Schedule(shape="cosine", steps=50, warmup=5, final=0.1)
-    assert [schedule.factor(k) for k in range(20, 50)] == [Schedule(shape="cosine", steps=50, warmup=5, final=0.1).factor(k) for k in range(20, 50)]
+    assert [schedule.factor(k) for k in range(20, 50)] == [
+        Schedule(shape="cosine", steps=50, warmup=5, final=0.1).factor(k) for k in range(20, 50)
+    ]
     assert schedule.factor(0) == pytest.approx(0.2)
     assert schedule.factor(4) == schedule.factor(5) == 1.0
     assert schedule.factor(50) == pytest.approx(0.1)

@@ -87,7 +87,7 @@ def _report(folder: Path) -> None:
 
 
 def _sample(folder: Path) -> str:
-    from safetensors.torch import load_file
+    from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]  it has no types
     from tokenizers import Tokenizer
 
     from paceline.checkpoint import export, newest
@@ -130,7 +130,9 @@ def _kill_and_resume(recipe: Path, folder: Path, overrides: list[str]) -> bool:
         raise RunFailed(f"the resumed run in {broken} failed: see {broken / 'logs'}.")
     one, other = losses(whole / "log.jsonl"), losses(broken / "log.jsonl")
     for step in sorted(one):
-        print(f"  step {step:>2}  uninterrupted {one[step]:.12f}  killed and resumed {other.get(step, float('nan')):.12f}")
+        print(
+            f"  step {step:>2}  uninterrupted {one[step]:.12f}  killed and resumed {other.get(step, float('nan')):.12f}"
+        )
     equal = killed and process.returncode != 0 and one == other
     print("all losses are equal, bit for bit" if equal else "THE LOSSES DIFFER, or the rank could not be killed")
     return equal
@@ -151,4 +153,6 @@ def _kill_rank_one(launcher: int, log: Path, after: int) -> bool:
 
 
 def _children(pid: int) -> list[int]:
-    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]

@@ -17,7 +17,7 @@ moments: the optimizer's state   buffers: the module's own buffers   exchange: r
 class MemoryLedger:
     """Bytes of one rank, by category. `a - b` subtracts category by category."""
 
-    bytes: Mapping[str, int] = field(default_factory=dict)
+    bytes: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def __getitem__(self, category: str) -> int:
         return self.bytes.get(category, 0)
@@ -63,7 +63,7 @@ def planned_states(
     With P elements, S shards and AdamW in bf16 this is the table of the ZeRO paper (arXiv 1910.02054, section 5):
     stages 1 and 2 rest at 2P + (4 + 8 + 4)P/S, stage 3 at (4 + 8 + 4)P/S since bf16 is cast from the master when gathered.
     """
-    sums = dict.fromkeys(CATEGORIES, 0)
+    sums: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     for group in groups:
         whole, shard = group.count * group.padded, group.count * group.padded // shards
         if not parameters_sharded:

@@ -56,7 +56,7 @@ class PlanRecord(Record):
     """The resolved settings: name -> {"value": ..., "reason": ...}."""
 
     kind: ClassVar[str] = "plan"
-    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,4 +66,4 @@ class RunRecord(Record):
     kind: ClassVar[str] = "run"
     event: str
     step: int
-    detail: dict[str, Any] = field(default_factory=dict)
+    detail: dict[str, Any] = field(default_factory=dict[str, Any])

@@ -1,6 +1,6 @@
 """The mesh: replicate x shard. Rank r is shard `r % S` of replica `r // S`, so shards of a replica are neighbours."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -94,7 +94,7 @@ class Plane:
         for ranks in lines:
             group = dist.new_group(list(ranks))
             if self.mesh.rank in ranks:
-                mine = group
+                mine = cast("Group", group)
         return mine
 
     def ranks(self, replica: int) -> range:

@@ -27,7 +27,9 @@ _ASKS_SHAPE = {
         "shape", "ndim", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "grad_fn", "is_cuda", "is_sparse",
         "is_quantized", "is_meta", "is_cpu", "_version", "_backward_hooks", "itemsize", "nbytes", "retains_grad",
     )),
-    _T.grad.__set__, _T.grad.__delete__, _T.requires_grad.__set__,
+    *(getattr(getattr(_T, name), verb) for name, verb in (
+        ("grad", "__set__"), ("grad", "__delete__"), ("requires_grad", "__set__"),
+    )),
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ class Block(nn.Module):
 class Mixed(nn.Module):
     """Trained and frozen parameters, tied ends, buffers that are saved and one that is not."""
 
-    def __init__(self, seed: int = 0, dim: int = 80, vocabulary: int = 67) -> None:
+    def __init__(self, seed: int = 0, dim: int = 150, vocabulary: int = 67) -> None:
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -49,8 +49,8 @@ def one_rank() -> Mesh:
     return Mesh(rank=0, world=1, local_rank=0, local_world=1, device=torch.device("cpu"))
 
 
-def make(mesh: Mesh, stage: int, seed: int = 0, **model: Any) -> tuple[Engine, Any]:
-    engine = paceline.shard(Mixed(seed, **model), mesh, stage=stage)
+def make(mesh: Mesh, stage: int, seed: int = 0, shards: int | None = None, **model: Any) -> tuple[Engine, Any]:
+    engine = paceline.shard(Mixed(seed, **model), mesh, stage=stage, shards=shards)
     return engine, engine.optimizer(torch.optim.AdamW, lr=1e-2)
 
 
