@@ -57,7 +57,7 @@ def test_any_stage_and_world_loads_any_other(tmp_path: Path) -> None:
     assert len(next_losses) == 1
     assert len(list(tmp_path.iterdir())) == 16
     for world in WORLDS:
-        for rank in run(world, load_all, tmp_path):
+        for rank in run(world, load_all, tmp_path, timeout=120):
             assert len(rank) == 64
             assert {state for state, _ in rank} == {wrote[0][0]}
             assert {tuple(losses) for _, losses in rank} == next_losses
