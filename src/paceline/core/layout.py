@@ -59,6 +59,16 @@ class FlatLayout:
         """Offset and size of each slot: layouts of one pattern can share buffers, whose gaps stay zero."""
         return tuple((slot.offset, slot.numel) for slot in self.slots)
 
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """Runs of the padded buffer that belong to no parameter."""
+        end = 0
+        for slot in self.slots:
+            if slot.offset > end:
+                yield end, slot.offset
+            end = slot.offset + slot.numel
+        if end < self.padded:
+            yield end, self.padded
+
     @property
     def blocks(self) -> int:
         """Real blocks; those that pad the last shards are not counted."""

@@ -207,6 +207,8 @@ class Engine:
         for group in self.groups:
             assert group.sum is not None
             group.sum.give_back(totals[id(group)])
+        del totals, norms
+        self._pools.trim()
         self.step += 1
         self._k, self._facts, self._window = 0, [], Window(self.mesh.world)
         self._gathers.clear()
@@ -293,7 +295,7 @@ class Engine:
         state.load(self, scalars, fetch)
 
     def memory(self) -> MemoryLedger:
-        """What this rank holds now, measured from the tensors themselves, in bytes by category."""
+        """What this rank holds, measured from the tensors themselves, in bytes by category; buffers at their most."""
         groups = [group for unit in self.units for group in unit.groups]
         resident = sum(g.source.nbytes for g in groups if not g.trainable and not g.aliased)
         flats = sum(g.flat.untyped_storage().nbytes() for g in groups)
