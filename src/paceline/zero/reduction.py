@@ -79,11 +79,11 @@ class GradientSum:
 
         def add(total: torch.Tensor, part: Leaf | torch.Tensor) -> None:
             if isinstance(part, torch.Tensor):
-                total.add_(part)
+                add_wider(total, part)
                 return
-            pairs = [(v, g) for v, g in zip(views(total, self.layout), part, strict=True) if g is not None]
-            if pairs:
-                torch._foreach_add_([v for v, _ in pairs], [g for _, g in pairs])
+            for place, gradient in zip(views(total, self.layout), part, strict=True):
+                if gradient is not None:
+                    add_wider(place.view(-1), gradient.reshape(-1))
 
         def merge(total: torch.Tensor, right: torch.Tensor) -> None:
             total.add_(right)
@@ -208,6 +208,22 @@ class GradientSum:
 
     def give_back(self, total: torch.Tensor) -> None:
         self._owned.give(total)
+
+
+_RUN = 1 << 16
+"""Elements that are widened at a time: they stay in the cache between the cast and the addition."""
+
+
+def add_wider(total: torch.Tensor, part: torch.Tensor) -> None:
+    """`total += part` for a narrower `part`, both 1-D. On CPU torch's own mixed addition takes 5 times as long."""
+    if total.dtype == part.dtype or total.device.type != "cpu":
+        total.add_(part)
+        return
+    scratch = torch.empty(min(_RUN, part.numel()), dtype=total.dtype)
+    for at in range(0, part.numel(), _RUN):
+        wide = scratch[: min(_RUN, part.numel() - at)]
+        wide.copy_(part[at : at + _RUN])
+        total[at : at + _RUN].add_(wide)
 
 
 def block_norms(total: torch.Tensor) -> torch.Tensor:
