@@ -169,3 +169,13 @@ def test_a_gradient_that_is_not_finite_names_its_parameter(world):
     said, unchanged = same(run(world, refusals.not_finite))
     assert "down.weight" in said
     assert unchanged
+
+
+@ranks(2, 3)
+def test_I55_save_entered_by_one_rank_says_who_is_missing(world, tmp_path):
+    said, seconds = run(world, refusals.save_on_one_rank, str(tmp_path))[0]
+    assert "saving" in said
+    assert "1" in said.split("entered (")[1]
+    assert "not under `if rank == 0`" in said
+    assert seconds < 3
+    assert not list(tmp_path.iterdir())

@@ -252,3 +252,20 @@ def test_a_users_own_module_trains(home):
     steps, evals = curves(home, "mine")
     assert steps[STEPS] < steps[1] - 0.2
     assert len(evals) == 2
+
+
+def test_fewer_ranks_than_asked_is_said(home):
+    code = (
+        "import datetime, paceline; from paceline.core.errors import PacelineError\n"
+        "try: paceline.init(timeout=datetime.timedelta(seconds=2))\n"
+        "except PacelineError as error: print(error); raise SystemExit(error.exit_code)\n"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment() | ranks, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1, done.stderr[-800:]
+    assert "rank 0 of 2 could not meet the others" in done.stdout

@@ -36,6 +36,7 @@ def save(
             untouched.
     """
     mesh, root = engine.mesh, Path(root)
+    mesh.meet("saving a checkpoint")
     draft, problem = mesh.broadcast_object(_draft(root, engine.step) if mesh.is_main else None)
     if problem is None:
         written, problem = _attempt(mesh.rank, draft, lambda: _write(draft, mesh.rank, engine.pieces(owned=True)))

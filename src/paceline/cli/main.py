@@ -72,7 +72,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, ModuleType]]:
     parser.add_argument("--version", action="version", version=f"paceline {paceline.__version__}")
     parser.add_argument("--trace", action="store_true", help="show the traceback of an error")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB")
-    verbs = {verb: module for verb in VERBS if (module := _module(verb)) is not None}
+    verbs = {verb: importlib.import_module(f"paceline.cli.{verb}") for verb in VERBS}
     for module in verbs.values():
         module.add_parser(subparsers)
     for verb in subparsers.choices.values():
@@ -81,16 +81,6 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, ModuleType]]:
             "--trace", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
         )
     return parser, verbs
-
-
-def _module(verb: str) -> ModuleType | None:
-    name = f"paceline.cli.{verb}"
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        return None  # not written yet
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from paceline.core.errors import InputError, RunFailed
 from paceline.mesh.mesh import Mesh
 
-TIMEOUT = datetime.timedelta(minutes=10)
+TIMEOUT = datetime.timedelta(minutes=5)
+"""For all ranks to come, and for any collective after that."""
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:

@@ -1,21 +1,27 @@
 """The mesh: replicate x shard. Rank r is shard `r % S` of replica `r // S`, so shards of a replica are neighbours."""
 
+import datetime
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, RunFailed
 from paceline.mesh.collectives import Group
 
 
 class Mesh:
-    """The ranks of a run. One rank alone needs no process group, and then every collective is a no-op."""
+    """The ranks of a run. One rank alone needs no process group, and then every collective is a no-op.
+
+    Attributes:
+        patience: seconds after which `meet` says which ranks are missing.
+    """
 
     def __init__(self, *, rank: int, world: int, local_rank: int, local_world: int, device: torch.device) -> None:
         self.rank, self.world = rank, world
         self.local_rank, self.local_world = local_rank, local_world
         self.device = device
+        self.patience = 60.0
 
     def __repr__(self) -> str:
         return f"Mesh(rank {self.rank} of {self.world} on {self.device})"
@@ -28,6 +34,22 @@ class Mesh:
         """Returns when all ranks have called it."""
         if self.world > 1:
             dist.barrier()
+
+    def meet(self, what: str) -> None:
+        """Returns when all ranks have come to `what`; RunFailed within `patience` seconds names those that have not."""
+        if self.world == 1:
+            return
+        if self.device.type != "cpu":
+            dist.barrier()  # NCCL has no barrier that knows who is missing
+            return
+        try:
+            dist.monitored_barrier(timeout=datetime.timedelta(seconds=self.patience), wait_all_ranks=True)
+        except RuntimeError as error:
+            said = str(error).splitlines()[0].split("] ", 1)[-1]
+            raise RunFailed(
+                f"rank {self.rank} waited {self.patience:g} s at {what}, which not every rank has entered ({said}). It is "
+                f"collective: call it on every rank, not under `if rank == 0`."
+            ) from error
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Each rank's value, in rank order. Values cross between our own ranks only."""
