@@ -8,8 +8,11 @@ import random
 import resource
 import shutil
 import signal
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -197,9 +200,9 @@ def test_retention_and_leftovers(tmp_path: Path) -> None:
     (tmp_path / ".step-00000001.tmp-1-dead").mkdir()
     (tmp_path / "step-00000100").mkdir()  # no manifest: never a checkpoint, and not ours to delete
     (tmp_path / "notes").mkdir()
-    for engine.step in (3, 20, 100000000, 7):
-        path = save(tmp_path, engine, keep=2)
-        assert path.is_dir()  # also when newer ones exist
+    for engine.step, stay in ((3, {3}), (20, {3, 20}), (100000000, {20, 100000000}), (7, {7, 20, 100000000})):
+        save(tmp_path, engine, keep=2)  # the one just written stays also when newer ones exist
+        assert {manifest.step_of(p) for p in list_checkpoints(tmp_path)} == stay
     names = ["notes", "step-00000007", "step-00000020", "step-00000100", "step-100000000"]
     assert sorted(os.listdir(tmp_path)) == names
     save(tmp_path, engine)
@@ -241,8 +244,11 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 def test_no_space_for_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = make(one_rank(), 0)
+    dead = tmp_path / ".step-00000001.tmp-1-dead"
+    dead.mkdir()
 
     def full(path: Path, data: bytes) -> None:
+        assert not dead.exists()  # what a dead run left makes room first
         path.write_bytes(data[:10])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
@@ -265,7 +271,7 @@ def test_killed_while_saving(tmp_path: Path) -> None:
     engine, _ = make(one_rank(), 0)
     last = 0
     for _ in range(25):
-        with Saver(tmp_path) as saver:
+        with Saver(tmp_path, save_for_ever) as saver:
             saver.wait_for_step(last + 1)
             time.sleep(chance.uniform(0, 0.04))
         found = newest(tmp_path)
@@ -278,15 +284,63 @@ def test_killed_while_saving(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) <= 2 + 2
 
 
-class Saver:
-    """A child that saves step after step until it is killed. One server imports torch, the children are its forks."""
+def test_killed_before_each_file_operation(tmp_path: Path) -> None:
+    """Saves a step, and then that step once more; a kill at any place leaves the one before or the one after."""
+    engine, _ = make(one_rank(), 0)
+    original = tmp_path / "original"
+    save(original, engine, extra={"save": 0})
+    seen = []
+    for at in range(200):
+        root = tmp_path / str(at)
+        shutil.copytree(original, root)
+        saver = Saver(root, save_twice_and_die, at)
+        saver.process.start()
+        saver.process.join()
+        found = newest(root)
+        assert found is not None, at
+        verify(found)
+        extra = paceline.load(root, engine)
+        assert extra is not None
+        seen.append(extra["save"])
+        if saver.process.exitcode == 0:
+            break
+        save(root, engine)
+        assert all(manifest.step_of(p) is not None and p.name.startswith("step-") for p in root.iterdir())
+    assert seen == sorted(seen) and set(seen) == {0, 1, 2} and len(seen) > 20
 
-    def __init__(self, root: Path) -> None:
+
+def save_twice_and_die(root: Path, at: int) -> None:
+    """Kills itself before the file operation number `at` below `root`."""
+    left = at
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal left
+        where = str(arguments[0]) if event in OPERATIONS else "/"
+        if where.startswith(str(root)) or not where.startswith("/"):  # rmtree works from open folders
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    engine, _ = make(one_rank(), 0)
+    paceline.load(root, engine)
+    engine.step = 1
+    sys.addaudithook(hook)
+    for number in (1, 2):
+        save(root, engine, extra={"save": number}, keep=1)
+
+
+OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir")
+
+
+class Saver:
+    """A child that saves until it is killed. One server imports torch, the children are its forks."""
+
+    def __init__(self, root: Path, body: Callable[..., None], *args: Any) -> None:
         self.root = root
         context = multiprocessing.get_context("forkserver")
         # torch.optim imports dynamo at first use
         context.set_forkserver_preload(["torch", "torch._dynamo", "pytest", "paceline.checkpoint", "paceline.zero"])
-        self.process = context.Process(target=save_for_ever, args=(root,))
+        self.process = context.Process(target=body, args=(root, *args))
 
     def __enter__(self) -> "Saver":
         self.process.start()
