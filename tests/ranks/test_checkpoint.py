@@ -43,7 +43,7 @@ def save_with_a_full_disk(mesh: Mesh, root: Path, bad: int) -> str:
 
 @pytest.mark.parametrize("bad", [0, 2])
 def test_a_full_disk_on_one_rank(bad: int, tmp_path: Path) -> None:
-    answers = run(3, save_with_a_full_disk, tmp_path, bad, timeout=20)
+    answers = run(3, save_with_a_full_disk, tmp_path, bad)
     assert len(set(answers)) == 1
     assert answers[0].startswith("RunFailed: the checkpoint of step 1")
     file = rf"rank-{bad:05d}.safetensors: No space left on device"
@@ -62,7 +62,7 @@ def save_with_a_bug(mesh: Mesh, root: Path, bad: int) -> str:
 @ranks(2)
 def test_any_exception_on_one_rank(world: int, tmp_path: Path) -> None:
     for bad in range(world):
-        answers = run(world, save_with_a_bug, tmp_path, bad, timeout=20)
+        answers = run(world, save_with_a_bug, tmp_path, bad)
         assert len(set(answers)) == 1 and f"rank {bad}" in answers[0] and "ZeroDivisionError" in answers[0]
     assert os.listdir(tmp_path) == []
 
@@ -74,7 +74,7 @@ def save_where_a_file_is(mesh: Mesh, root: Path) -> str:
 
 def test_a_root_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    answers = run(2, save_where_a_file_is, tmp_path / "run", timeout=20)
+    answers = run(2, save_where_a_file_is, tmp_path / "run")
     assert len(set(answers)) == 1 and "rank 0" in answers[0] and "File exists" in answers[0]
 
 
@@ -105,9 +105,9 @@ def test_a_damaged_file_and_a_missing_tensor(tmp_path: Path) -> None:
     file = folder / "rank-00002.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 4]))
-    for answer in run(2, load_bad, tmp_path, timeout=20):
+    for answer in run(2, load_bad, tmp_path):
         assert answer[0].startswith("InputError") and "rank-00002.safetensors" in answer[0]
-    results = run(2, load_root, tmp_path, timeout=20)
+    results = run(2, load_root, tmp_path)
     assert [r[:2] for r in results] == [({"at": 1}, 1)] * 2 and "rank-00002" in results[0][2][0]
     file.write_bytes(whole)
     about = Manifest.read(folder)
@@ -117,7 +117,7 @@ def test_a_damaged_file_and_a_missing_tensor(tmp_path: Path) -> None:
     )
     about.entries.remove(gone)
     (folder / "manifest.json").write_bytes(about.data())
-    answers = run(2, load_bad, tmp_path, timeout=20)
+    answers = run(2, load_bad, tmp_path)
     assert answers[0] == answers[1] and "exp_avg 'layers.2.trained.weight'" in answers[0][0]
 
 
