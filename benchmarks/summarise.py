@@ -1,44 +1,111 @@
-"""A Markdown table of a results file: medians over rounds, and ratios to the ideal of the same round."""
+"""Markdown of a results file: medians over rounds, ratios to the ideal of the same round, and Paceline against the best peer.
+
+    python benchmarks/summarise.py r.jsonl [--all]
+
+Runs that others disturbed are left out where a quiet one is there; `--all` keeps them.
+"""
 
 import json
-import statistics
 import sys
 from collections import defaultdict
 from pathlib import Path
+from statistics import median
+
+RIVALS = {
+    "paceline-3": ("fsdp2-3", "deepspeed-3"),
+    "paceline-2": ("fsdp2-2", "deepspeed-2"),
+    "paceline-1": ("deepspeed-1", "ddp-zero1"),
+    "paceline-0": ("ddp",),
+}
+"""Who Paceline's stage is measured against: the better of these."""
+HEAD = (
+    "peer|runs|step ms|tokens/s|of ideal|CPU ms a rank|peak RSS above imports, MB|peak heap, MB|loss gap|others".split(
+        "|"
+    )
+)
 
 
-def main():
-    rows = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
-    rows = [r for r in rows if "step_ms" in r]
-    plans = defaultdict(list)
+def summary(runs: list[dict], ideal: dict[int, float], everything: bool) -> dict:
+    """One peer's medians. Timings come from runs without the heap sampler, the heap from those with it."""
+    timed = [r for r in runs if "heap_mb" not in r] or runs
+    kept = timed if everything else [r for r in timed if not r.get("noisy")] or timed
+    ratios = [ideal[r["round"]] / r["step_ms"] for r in kept if r["round"] in ideal]
+    heaps = [max(r["heap_mb"]) for r in runs if "heap_mb" in r]
+    gaps = [r["loss_gap"] for r in runs if "loss_gap" in r]
+    return {
+        "runs": f"{len(kept)}/{len(timed)}", "disturbed": any(r.get("noisy") for r in kept), "ratio": median(ratios) if ratios else None,
+        **{key: median(r[key] for r in kept) for key in ("step_ms", "tokens_per_s", "cpu_ms", "others")},
+        "rss": median(max(r["delta_mb"]) for r in kept), "heap": median(heaps) if heaps else None,
+        "gap": max(gaps) if gaps else None,
+    }  # fmt: skip
+
+
+def line(peer: str, s: dict) -> str:
+    def shown(value, form):
+        return "-" if value is None else format(value, form)
+
+    ratio = "one process" if peer == "reference" else shown(s["ratio"], ".2f")
+    cells = [
+        peer, s["runs"], shown(s["step_ms"], ".0f"), shown(s["tokens_per_s"], ".0f"), ratio, shown(s["cpu_ms"], ".0f"),
+        shown(s["rss"], ".0f"), shown(s["heap"], ".0f"), shown(s["gap"], ".1e"), shown(s["others"], ".2f"),
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def verdicts(found: dict[str, dict]) -> list[str]:
+    """Paceline's speed and memory over the best rival's, stage by stage."""
+    lines = []
+    for ours, rivals in RIVALS.items():
+        there = [peer for peer in rivals if peer in found]
+        if ours not in found or not there:
+            continue
+        parts = [
+            ("speed", _over("step_ms", found, ours, there, slower=True)),
+            ("RSS", _over("rss", found, ours, there)),
+        ]
+        if found[ours]["heap"] is not None:
+            parts.append(("heap", _over("heap", found, ours, there)))
+        said = ", ".join(f"{what} {ratio}" for what, ratio in parts if ratio)
+        disturbed = any(found[peer]["disturbed"] for peer in (ours, *there))
+        lines.append(f"- {ours}: {said}" + (" (from disturbed runs: no verdict)" if disturbed else ""))
+    return lines
+
+
+def _over(key: str, found: dict, ours: str, rivals: list[str], slower: bool = False) -> str:
+    """`ours` over the rival with the smallest `key`; for times the ratio is turned round, so that more is better."""
+    rivals = [peer for peer in rivals if found[peer][key] is not None]
+    if not rivals:
+        return ""
+    best = min(rivals, key=lambda peer: found[peer][key])
+    ratio = found[ours][key] / found[best][key]
+    return f"{1 / ratio if slower else ratio:.2f}x {best}"
+
+
+def main() -> None:
+    everything = "--all" in sys.argv
+    (path,) = [arg for arg in sys.argv[1:] if arg != "--all"]
+    rows = [json.loads(text) for text in Path(path).read_text().splitlines()]
     for row in rows:
-        plans[row["size"], row["dtype"], row["accum"], row["malloc"]].append(row)
-    for (size, dtype, accumulation, malloc), found in plans.items():
-        ideal = {r["round"]: r["step_ms"] for r in found if r["peer"] == "ideal"}
-        reference = next((r["losses"] for r in found if r["peer"] == "reference"), None)
+        if "about" in row:
+            print(", ".join(f"{key} {value}" for key, value in row.items()))
+    plans = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if "step_ms" in row:
+            plans[row["size"], row["dtype"], row["accum"], row["malloc"]][row["peer"]].append(row)
+    for (size, dtype, accumulation, malloc), peers in plans.items():
+        pairs = [r for r in peers.get("ideal", []) if "heap_mb" not in r]
+        pairs = pairs if everything else [r for r in pairs if not r.get("noisy")] or pairs
+        ideal = {r["round"]: r["step_ms"] for r in pairs}
+        found = {peer: summary(runs, ideal, everything) for peer, runs in peers.items()}
         print(f"\n### {size}, {dtype}, accumulation {accumulation}, malloc {malloc}\n")
-        print("| peer | runs | step ms | of ideal | CPU ms a rank | peak RSS above imports, MB | loss gap | others |")
-        print("|---|---|---|---|---|---|---|---|")
-        peers = defaultdict(list)
-        for row in found:
-            peers[row["peer"]].append(row)
-        lines = []
-        for peer, runs in peers.items():
-            ratios = [ideal[r["round"]] / r["step_ms"] for r in runs if r["round"] in ideal]
-            ratio = statistics.median(ratios) if ratios else float("nan")
-            gap = (
-                max(abs(x - y) for x, y in zip(runs[0]["losses"], reference, strict=True))
-                if reference and peer != "ideal"
-                else None
-            )
-            middle = statistics.median
-            lines.append((
-                -ratio,
-                f"| {peer} | {len(runs)} | {middle(r['step_ms'] for r in runs):.0f} | {ratio:.2f} | "
-                f"{middle(r['cpu_ms'] for r in runs):.0f} | {middle(max(r['delta_mb']) for r in runs):.0f} | "
-                f"{'-' if gap is None else f'{gap:.1e}'} | {middle(r['others'] for r in runs):.2f} |",
-            ))  # fmt: skip
-        print("\n".join(line for _, line in sorted(lines)))
+        print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
+        for peer in sorted(found, key=lambda peer: found[peer]["step_ms"]):
+            print(line(peer, found[peer]))
+        if said := verdicts(found):
+            print("\n" + "\n".join(said))
+    for row in rows:
+        if "error" in row:
+            print(f"\nfailed: {row['peer']} {row['flags']}: {row['error']}")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 import pg
 import torch
+from meter import Meter
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
-from workload import OPT, Batches, Meter, arguments, autocast, build
+from workload import OPT, Batches, arguments, autocast, build
 
 a = arguments(bucket=25.0)
 pg.start()

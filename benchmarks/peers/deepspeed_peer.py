@@ -7,7 +7,8 @@ import logging
 
 import deepspeed
 import torch
-from workload import CLIP, OPT, Batches, Meter, arguments, build
+from meter import Meter
+from workload import CLIP, OPT, Batches, arguments, build
 
 a = arguments(overlap=1, optimizer="torch", bucket=0)
 logging.disable(logging.INFO)

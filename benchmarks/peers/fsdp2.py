@@ -2,9 +2,10 @@
 
 import pg
 import torch
+from meter import Meter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from workload import OPT, Batches, Meter, arguments, build
+from workload import OPT, Batches, arguments, build
 
 a = arguments(prefetch=1)
 pg.start()

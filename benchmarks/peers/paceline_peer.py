@@ -1,7 +1,8 @@
 """Paceline, stages 0 to 3, through its public interface."""
 
 import torch
-from workload import CLIP, OPT, Batches, Meter, arguments, build
+from meter import Meter
+from workload import CLIP, OPT, Batches, arguments, build
 
 import paceline
 

@@ -3,7 +3,8 @@
 import time
 
 import torch
-from workload import CLIP, OPT, Batches, Meter, arguments, autocast, build
+from meter import Meter
+from workload import CLIP, OPT, Batches, arguments, autocast, build
 
 a = arguments()
 m = Meter(a, "single")

@@ -1,18 +1,7 @@
-"""The one workload every peer trains: a Llama-style decoder, learnable Markov tokens, one meter.
-
-Parameter names equal Hugging Face's LlamaForCausalLM, so the HF peers start from the same weights.
-"""
+"""What every peer trains: a Llama-style decoder in plain torch, on learnable Markov tokens."""
 
 import argparse
-import contextlib
-import gc
-import json
-import math
 import os
-import resource
-import statistics
-import time
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -39,7 +28,8 @@ def arguments(**more):
     p.add_argument("--warmup", type=int, default=2)
     p.add_argument("--virtual-world", type=int, default=0, help="single: train the whole batch of this many ranks")
     p.add_argument("--label", default="")
-    p.add_argument("--profile", default="", help="write a torch.profiler table of the last step here")
+    p.add_argument("--trace", default="", help="write a Chrome trace of rank 0's last step here")
+    p.add_argument("--heap", type=int, default=0, help="1: sample the live heap (slows the step a little)")
     for name, default in more.items():
         p.add_argument("--" + name, type=type(default), default=default)
     a = p.parse_args()
@@ -168,96 +158,3 @@ class Batches:
         i = self.index(step, k)
         rows = self.t[i : i + self.a.micro]
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-
-def rss(key="VmRSS"):
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key):
-            return int(line.split()[1]) / 1024
-
-
-class Meter:
-    """Times whole steps, keeps losses, prints one JSON line on rank 0. Make it after the imports, before the model."""
-
-    def __init__(self, a, peer):
-        gc.collect()
-        self.a, self.peer, self.ms, self.cpu, self.losses, self.base = a, peer, [], [], [], rss()
-        self.faults, self.high, self.t0 = 0, 0, time.perf_counter()
-
-    def steps(self):
-        a, prof = self.a, None
-        self.ready = time.perf_counter() - self.t0
-        for s in range(a.steps):
-            if s == a.warmup:
-                self.high = rss("VmHWM")
-                with contextlib.suppress(OSError):
-                    Path("/proc/self/clear_refs").write_text("5")  # restart VmHWM: the steady-state peak
-                self.faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            if a.profile and s == a.steps - 1:
-                prof = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-                prof.__enter__()
-            t, c = time.perf_counter(), time.process_time()
-            yield s
-            self.ms.append((time.perf_counter() - t) * 1e3)
-            self.cpu.append((time.process_time() - c) * 1e3)
-        if prof:
-            prof.__exit__(None, None, None)
-            with open(f"{a.profile}.rank{a.rank}.txt", "w") as f:
-                f.write(
-                    f"step {self.ms[-1]:.1f} ms\n"
-                    + prof.key_averages().table(sort_by="self_cpu_time_total", row_limit=45, max_name_column_width=70)
-                )
-            if a.rank == 0:
-                prof.export_chrome_trace(a.profile + ".trace.json")
-
-    def loss(self, value):
-        self.losses.append(value)
-
-    def report(self, **more):
-        import torch.distributed as dist
-
-        a, n = self.a, self.a.warmup
-        u = resource.getrusage(resource.RUSAGE_SELF)
-        mem = [u.ru_maxrss / 1024, max(self.high, rss("VmHWM")), rss("VmHWM"), self.base]
-        loss = torch.tensor([float(x) for x in self.losses], dtype=torch.float64)
-        mems = [mem]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            mems = [None] * a.world
-            dist.all_gather_object(mems, mem)
-            dist.all_reduce(loss)
-            loss /= a.world
-        if a.rank:
-            return
-        step = statistics.median(self.ms[n:])
-        tokens = a.micro * a.accum * a.seq * (a.virtual_world or a.world)
-        if not all(map(math.isfinite, loss.tolist())):
-            more["bad"] = "non-finite loss"
-        print(
-            "JSON "
-            + json.dumps(
-                dict(
-                    peer=a.label or self.peer,
-                    stage=a.stage,
-                    world_size=a.world,
-                    size=a.size,
-                    dtype=a.dtype,
-                    accum=a.accum,
-                    tokens_per_s=round(1e3 * tokens / step, 1),
-                    step_ms=round(step, 1),
-                    step_ms_min=round(min(self.ms[n:]), 1),
-                    cpu_ms=round(statistics.median(self.cpu[n:]), 1),
-                    init_s=round(self.ready, 2),
-                    maxrss_mb=[round(m[0]) for m in mems],
-                    peak_rss_mb=[round(m[1]) for m in mems],
-                    steady_peak_mb=[round(m[2]) for m in mems],
-                    import_mb=[round(m[3]) for m in mems],
-                    delta_mb=[round(m[1] - m[3]) for m in mems],
-                    steady_delta_mb=[round(m[2] - m[3]) for m in mems],
-                    minor_faults_per_step=round((u.ru_minflt - self.faults) / max(1, a.steps - n)),
-                    final_loss=round(loss[-1].item(), 6),
-                    losses=[round(x, 6) for x in loss.tolist()],
-                    **more,
-                )
-            ),
-            flush=True,
-        )
