@@ -139,9 +139,9 @@ def unit_norm(mesh, stage):
     return optim.step(max_norm=1.0).grad_norm
 
 
-def master_weight(mesh, stage):
-    """I18: 1.0 after 100 updates of 1e-4 in bf16, and the dtypes that the engine prints."""
-    model = nn.Linear(1, 1, bias=False)
+def master_weight(mesh, stage, loaded):
+    """I18: 1.0 after 100 updates of 1e-4 in bf16, also of a model loaded in bf16; and the dtypes that the engine prints."""
+    model = nn.Linear(1, 1, bias=False).to(getattr(torch, loaded))
     nn.init.ones_(model.weight)
     engine = paceline.shard(model, mesh, stage=stage, precision="bf16")
     optim = engine.optimizer(torch.optim.SGD, lr=1e-4)
@@ -217,11 +217,11 @@ def adapters(mesh, stage):
 
 
 class Choice(nn.Module):
-    """I30: one of two layers of equal shape, chosen by the data."""
+    """I30: one of four layers of equal shape, chosen by the data: further apart than a prefetch reaches."""
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
 
     def forward(self, x, which):
         return self.layers[which](x)
@@ -233,7 +233,7 @@ def data_dependent_branch(mesh, stage):
         return model(x, which).sum()
 
     def batches(step, i):
-        return torch.randn(2, 4, generator=torch.Generator().manual_seed(100 * step + i)), (step + i) % 2
+        return torch.randn(2, 4, generator=torch.Generator().manual_seed(100 * step + i)), (step + 3 * i) % 4
 
     return compare_sgd(mesh, Choice, batches, loss, stage=stage)
 

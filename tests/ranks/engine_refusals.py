@@ -1,7 +1,5 @@
 """More bodies of the engine's cases: what it refuses, and what it leaves alone."""
 
-import time
-
 import torch
 from engine_cases import Layer, floats_of
 from torch import nn
@@ -117,16 +115,3 @@ def not_finite(mesh):
     engine.backward(model(torch.ones(1, 8)).sum() * float("inf"), 1.0)
     said = said_by(optim.step)
     return said, bool((engine.full("up.weight") == before).all())
-
-
-def save_on_one_rank(mesh, root):
-    """I55: rank 0 saves, the others do not."""
-    torch.manual_seed(0)
-    engine = paceline.shard(Layer(), mesh, stage=2)
-    engine.optimizer(torch.optim.SGD, lr=0.1)
-    if mesh.rank:
-        time.sleep(4)
-        return "absent", 0.0
-    mesh.patience = 1.5
-    started = time.monotonic()
-    return said_by(lambda: paceline.save(root, engine)), time.monotonic() - started

@@ -156,9 +156,7 @@ def test_under_torchrun_it_is_one_rank(home, whole):
 
 
 def test_two_torchrun_agents(home, whole):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}")
     agents = [torchrun(home, "agents", *options, f"--node-rank={n}") for n in (0, 1)]
     outs = [agent.communicate(timeout=100)[0] for agent in agents]
@@ -254,15 +252,47 @@ def test_a_users_own_module_trains(home):
     assert len(evals) == 2
 
 
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_I55_a_save_that_one_rank_enters_says_who_is_missing(tmp_path):
+    code = (
+        "import time, torch, paceline; from paceline.core.errors import PacelineError\n"
+        "torch.manual_seed(0); mesh = paceline.init(); mesh.patience = 1.5\n"
+        "engine = paceline.shard(torch.nn.Linear(2, 2), mesh, stage=2)\n"
+        "if mesh.rank: time.sleep(30)\n"
+        "try: paceline.save('saved', engine)\n"
+        "except PacelineError as error: print(error, flush=True); import os; os._exit(error.exit_code)\n"
+    )
+    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    command = [sys.executable, "-c", code]
+    pair = [
+        subprocess.Popen(
+            command, cwd=tmp_path, env=environment() | ranks | {"RANK": r}, stdout=subprocess.PIPE, text=True
+        )
+        for r in ("0", "1")
+    ]
+    try:
+        out, _ = pair[0].communicate(timeout=25)
+    finally:
+        pair[1].kill()
+        pair[1].communicate()
+    assert pair[0].returncode == 1
+    assert "rank 0 waited 1.5 s at saving a checkpoint" in out
+    assert "anks 1 " in out
+    assert not (tmp_path / "saved").exists()
+
+
 def test_fewer_ranks_than_asked_is_said(home):
     code = (
         "import datetime, paceline; from paceline.core.errors import PacelineError\n"
         "try: paceline.init(timeout=datetime.timedelta(seconds=2))\n"
         "except PacelineError as error: print(error); raise SystemExit(error.exit_code)\n"
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment() | ranks, capture_output=True, text=True, timeout=60

@@ -113,25 +113,13 @@ def load(root: str | os.PathLike[str], engine: Engine, optim: object = None) -> 
     reader = Reader(chosen)
     _refuse_other_model(reader, engine)
     fetch = _AgreedFetch(reader)
-    for unit in engine.units:
-        unit.settle()  # what the last step is still publishing would overwrite what is read now
     engine.load(reader.manifest.scalars, fetch)
-    _spread_frozen(engine)
     problems = [problem for problem in mesh.all_gather_object(fetch.problem) if problem]
     if problems:
         raise InputError(f"{problems[0]} The engine is half filled: load another checkpoint or start anew.")
     if passed_over and mesh.is_main:
         warnings.warn(f"{'; '.join(passed_over)}: going on from {chosen}", stacklevel=2)
     return reader.manifest.extra
-
-
-def _spread_frozen(engine: Engine) -> None:
-    """Brings frozen values to ranks that hold a whole copy but read their own shard: a step would publish trained ones."""
-    for unit in engine.units:
-        if not unit.sharded:
-            for group in unit.groups:
-                if not group.trainable:
-                    group.fill(engine.plane.gather).wait()
 
 
 def _choose(root: Path, mesh: Mesh) -> tuple[Path | None, list[str]]:

@@ -201,8 +201,7 @@ class Engine:
         if scale != 1.0:
             for total in totals.values():
                 total.mul_(scale)
-        for unit in self.units:
-            unit.settle()  # a unit that this step did not use may still be sending its values
+        self.settle_all()  # a unit that this step did not use may still be sending its values
         self.segments.step(totals)
         for group in self.groups:
             assert group.sum is not None
@@ -243,10 +242,15 @@ class Engine:
             f"learning rate, look at this step's data, or train in fp32."
         )
 
-    def publish_all(self) -> None:
-        """Brings the masters' values to the parameters of every rank (waited for when a unit is next used)."""
+    def publish_all(self, *, frozen: bool = False) -> None:
+        """Brings the shards' values to the parameters of every rank (waited for when a unit is next used)."""
         for unit in (self.root, *self._passes.order):
-            unit.publish()
+            unit.publish(frozen=frozen)
+
+    def settle_all(self) -> None:
+        """Waits for values on their way: what is written into a shard before that would be lost."""
+        for unit in self.units:
+            unit.settle()
 
     def _agree(self, observed: list[int]) -> list[int]:
         """One order for all ranks: what rank 0 saw, then what others saw, then the rest."""

@@ -100,10 +100,11 @@ def load(engine: "Engine", saved: dict[str, Any], fetch: Fetch) -> None:
     optimizer = engine.segments
     if optimizer is not None and optimizer.torch is not None:
         _make_states(optimizer, saved.get("optimizer"))
+    engine.settle_all()
     for piece in pieces(engine, owned=False):
         piece.tensor.copy_(fetch(piece.kind, piece.name, piece.start, piece.stop))
     engine.step = int(saved["step"])
-    engine.publish_all()
+    engine.publish_all(frozen=True)
 
 
 def _make_states(optimizer: Segments, saved: dict[str, Any] | None) -> None:

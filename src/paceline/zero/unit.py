@@ -165,14 +165,15 @@ class Unit:
             group.empty()
         self.held = False
 
-    def publish(self) -> None:
-        """After an optimizer step: the new values reach every rank (stage 3 gathers them when they are next needed)."""
+    def publish(self, *, frozen: bool = False) -> None:
+        """The shards' new values start for every rank, frozen ones too if they were loaded; stage 3 gathers when needed."""
         if self.sharded:
             self.release()
             return
-        self._pending = [group.fill(self._plane.gather) for group in self.trainable]
-        if any(not p.done for p in self._pending):
-            guard.guard(p for group in self.trainable for p in group.parameters)
+        groups = self.groups if frozen else self.trainable
+        self._pending = [group.fill(self._plane.gather) for group in groups]
+        if any(not pending.done for pending in self._pending):
+            guard.guard(p for group in groups for p in group.parameters)
 
     def touch(self, parameter: nn.Parameter, func: Any) -> None:
         """A guarded parameter is about to be read. Values that `publish` is bringing are waited for.
