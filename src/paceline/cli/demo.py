@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -110,10 +111,9 @@ def _sample(folder: Path) -> str:
 def _kill_and_resume(recipe: Path, folder: Path, overrides: list[str]) -> bool:
     from paceline.track.jsonl import losses
 
-    whole, broken = folder / "demo-whole", folder / "demo-killed"
-    for old in (whole, broken):
-        if (old / "log.jsonl").exists():
-            raise InputError(f"{old} holds an earlier demonstration: remove it (rm -r {old}) or choose another --dir.")
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix="demo-resume-", dir=folder))
+    whole, broken = fresh / "whole", fresh / "killed"
     options = [*overrides, *_SHORT]
     print("uninterrupted:", flush=True)
     if subprocess.call(_command(recipe, [f"run.dir={whole}", *options]), stdout=subprocess.DEVNULL):
