@@ -299,3 +299,20 @@ def test_fewer_ranks_than_asked_is_said(home):
     )
     assert done.returncode == 1, done.stderr[-800:]
     assert "rank 0 of 2 could not meet the others" in done.stdout
+
+
+def test_the_demo_ends_with_equal_losses_and_can_be_run_again(home):
+    tiny = [
+        "data.train=texts",
+        "data.eval=10%",
+        "data.cache=cache",
+        "data.sequence_length=32",
+        "data.tokenizer.vocab_size=300",
+    ]
+    tiny += ["model.dim=32", "model.layers=2", "model.heads=2", "model.kv_heads=2", "model.ffn=64", "run.steps=8"]
+    for _ in range(2):
+        out, _ = paceline(home, "demo", "--dir", "runs/demo", *tiny, "run.eval_every=4steps", "optim.global_batch=8seq")
+        assert "all losses are equal, bit for bit" in out
+        assert "unigram entropy" in out
+        assert "A sample after 'def '" in out
+        assert (home / "runs/demo/demo/loss.png").stat().st_size > 5000
