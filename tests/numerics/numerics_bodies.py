@@ -1,7 +1,6 @@
 """Bodies for parity, hashes, ledger and resharding; each runs on every rank."""
 
 import hashlib
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -142,29 +141,6 @@ def leg(mesh, root, precision, total, stage, start, stop):
     losses = (extra or {"losses": []})["losses"] + train(engine, optim, total, start, stop, max_norm=0.5)[0]
     paceline.save(root, engine, optim, extra={"losses": losses})
     return digest(engine, losses)
-
-
-def reshard(mesh, root, sources):
-    """Loads each saved state at every stage here; the digest of parameters and moments, and the next step's loss."""
-    found = {}
-    for source in sources:
-        for stage in range(4):
-            engine, optim = make(mesh, stage, "fp32")
-            paceline.load(Path(root) / source, engine, optim)
-            state = digest(engine, [])
-            found[source, stage] = (state, train(engine, optim, 12, 2, 3)[0][0])
-    return found
-
-
-def save_states(mesh, root):
-    """Saves the state after two steps at every stage; the digest."""
-    found = {}
-    for stage in range(4):
-        engine, optim = make(mesh, stage, "fp32")
-        train(engine, optim, 12, 0, 2)
-        paceline.save(Path(root) / f"{mesh.world}-{stage}", engine, optim)
-        found[stage] = digest(engine, [])
-    return found
 
 
 def ledger(mesh, precision, total):

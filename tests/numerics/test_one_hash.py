@@ -44,22 +44,6 @@ def test_I59_I64_interrupted_runs_keep_the_hash(tmp_path, legs, precision):
     assert set(found) == {_seen[precision]}
 
 
-def test_I59_any_stage_and_world_loads_any_other(tmp_path):
-    sources, states = [], set()
-    for world in (1, 2, 3, 4):
-        for results in run(world, bodies.save_states, str(tmp_path)):
-            states |= set(results.values())
-        sources += [f"{world}-{stage}" for stage in range(4)]
-    assert len(states) == 1
-    losses = set()
-    for world in (1, 2, 3, 4):
-        for results in run(world, bodies.reshard, str(tmp_path), sources):
-            for key, (state, loss) in results.items():
-                assert state in states, (world, key)
-                losses.add(loss)
-    assert len(losses) == 1
-
-
 @ranks(1, 2)
 def test_I26_frozen_weights_and_buffers_come_back(world, tmp_path):
     for stage in range(4):
