@@ -92,7 +92,7 @@ def rank_main(a: argparse.Namespace) -> None:
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--gradients", choices=("fp32", "bf16"), default="fp32")
-    p.add_argument("--repetitions", type=int, default=7)
+    p.add_argument("--repetitions", type=int, default=11)
     p.add_argument("--worlds", default="2,4")
     p.add_argument("--malloc", choices=("keep", "default"), default="keep")
     a = p.parse_args()

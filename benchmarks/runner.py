@@ -121,8 +121,8 @@ def run(command: list[str], places: list[dict[str, str]], shared: dict[str, str]
 def _wait(processes: list[subprocess.Popen], end: float) -> bool:
     """Waits for all; True if the time was up. After a failure the others get a few seconds."""
     late = False
-    while any(p.poll() is None for p in processes):
-        if any(p.returncode for p in processes):
+    while None in (codes := [p.poll() for p in processes]):
+        if any(codes):
             end = min(end, time.monotonic() + 5)
         elif time.monotonic() > end:
             late = True
