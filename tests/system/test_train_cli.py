@@ -199,7 +199,7 @@ BAD = {
 
 @pytest.mark.parametrize("override", BAD)
 def test_bad_input_is_one_paragraph_and_exit_code_2(home, override):
-    _, err = paceline(home, "train", "tiny.yaml", "run.dir=runs/bad", override, code=2)
+    _, err = paceline(home, "train", "tiny.yaml", "run.dir=runs/bad", override, "--procs", "1", code=2)
     assert BAD[override] in err.lower() or BAD[override] in err, err
     assert len([line for line in err.splitlines() if line.startswith("paceline:")]) <= 2
 
