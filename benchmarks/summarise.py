@@ -1,12 +1,12 @@
-"""Markdown of a results file: medians over rounds, ratios to the ideal of the same round, and Paceline against the best peer.
+"""Markdown of results files: medians over rounds, ratios to the ideal of the same round, and Paceline against the best peer.
 
-    python benchmarks/summarise.py r.jsonl [--all]
+    python benchmarks/summarise.py r.jsonl [more.jsonl ...] [--all]
 
 Runs that others disturbed are left out where a quiet one is there; `--all` keeps them.
 """
 
+import argparse
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
@@ -25,7 +25,7 @@ HEAD = (
 )
 
 
-def summary(runs: list[dict], ideal: dict[int, float], everything: bool) -> dict:
+def summary(runs: list[dict], ideal: dict[tuple[int, int], float], everything: bool) -> dict:
     """One peer's medians. Timings come from runs without the heap sampler, the heap from those with it."""
     timed = [r for r in runs if "heap_mb" not in r] or runs
     kept = timed if everything else [r for r in timed if not r.get("noisy")] or timed
@@ -81,10 +81,19 @@ def _over(key: str, found: dict, ours: str, rivals: list[str], slower: bool = Fa
     return f"{1 / ratio if slower else ratio:.2f}x {best}"
 
 
+def read(path: Path, number: int) -> list[dict]:
+    """A file's rows; the rounds of each file are its own, so that a ratio never crosses files."""
+    rows = [json.loads(text) for text in path.read_text().splitlines()]
+    return [row | {"round": (number, row["round"])} if "round" in row else row for row in rows]
+
+
 def main() -> None:
-    everything = "--all" in sys.argv
-    (path,) = [arg for arg in sys.argv[1:] if arg != "--all"]
-    rows = [json.loads(text) for text in Path(path).read_text().splitlines()]
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("files", type=Path, nargs="+")
+    p.add_argument("--all", action="store_true", help="also the runs that others disturbed")
+    a = p.parse_args()
+    everything = a.all
+    rows = [row for number, path in enumerate(a.files) for row in read(path, number)]
     for row in rows:
         if "about" in row:
             print(", ".join(f"{key} {value}" for key, value in row.items()))

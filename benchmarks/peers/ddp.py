@@ -2,7 +2,7 @@
 
 import pg
 import torch
-from meter import Meter
+from meter import Meter, leave
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 from workload import OPT, Batches, arguments, autocast, build
@@ -27,4 +27,4 @@ def forward(x, y):
 
 pg.train(a, m, model, opt, data, forward, model.no_sync)
 m.report()
-torch.distributed.destroy_process_group()
+leave()

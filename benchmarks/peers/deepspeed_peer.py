@@ -7,7 +7,7 @@ import logging
 
 import deepspeed
 import torch
-from meter import Meter
+from meter import Meter, leave
 from workload import CLIP, OPT, Batches, arguments, build
 
 a = arguments(overlap=1, optimizer="torch", bucket=0)
@@ -43,4 +43,4 @@ for s in m.steps():
         total += loss.item()
     m.loss(total / a.accum)
 m.report(optimizer=type(getattr(opt, "optimizer", opt)).__name__)
-torch.distributed.destroy_process_group()
+leave()

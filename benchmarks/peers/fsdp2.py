@@ -2,7 +2,7 @@
 
 import pg
 import torch
-from meter import Meter
+from meter import Meter, leave
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from workload import OPT, Batches, arguments, build
@@ -33,4 +33,4 @@ def sync(last):
 
 pg.train(a, m, model, opt, data, lambda x, y: model(x, y), set_sync=sync)
 m.report()
-torch.distributed.destroy_process_group()
+leave()

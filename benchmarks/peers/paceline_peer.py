@@ -1,7 +1,7 @@
 """Paceline, stages 0 to 3, through its public interface."""
 
 import torch
-from meter import Meter
+from meter import Meter, leave
 from workload import CLIP, OPT, Batches, arguments, build
 
 import paceline
@@ -18,4 +18,4 @@ for s in m.steps():
         engine.backward(model(x, y))
     m.loss(optim.step(max_norm=CLIP).loss)
 m.report(ledger=dict(engine.memory().bytes))
-mesh.close()
+leave()
