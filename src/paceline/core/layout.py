@@ -2,7 +2,8 @@
 
 The layout is a function of the parameters alone: blocks of 4,096 elements, every parameter aligned to 32 elements
 (64 bytes in bf16), so that the same element sits at the same place of the same block at every world size and stage.
-A shard is a run of whole blocks; only the padding behind the last block depends on the number of shards.
+A shard is a run of whole blocks, and so is each replica's part of it, which is what one rank sums; only the padding behind
+the last block depends on their numbers.
 """
 
 from collections.abc import Iterable, Iterator
@@ -38,21 +39,22 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Slots in order, cut into `shards` equal runs of whole blocks."""
+    """Slots in order, cut into `shards` equal runs of whole blocks, each of `replicas` equal parts."""
 
     slots: tuple[Slot, ...]
     numel: int
     shards: int
+    replicas: int = 1
 
     @classmethod
-    def of(cls, parameters: Iterable[tuple[str, tuple[int, ...]]], shards: int) -> "FlatLayout":
+    def of(cls, parameters: Iterable[tuple[str, tuple[int, ...]]], shards: int, replicas: int = 1) -> "FlatLayout":
         slots: list[Slot] = []
         end = 0
         for name, shape in parameters:
             slot = Slot(name, tuple(shape), end)
             slots.append(slot)
             end += -(-slot.numel // ALIGN) * ALIGN
-        return cls(tuple(slots), end, shards)
+        return cls(tuple(slots), end, shards, replicas)
 
     @property
     def pattern(self) -> tuple[tuple[int, int], ...]:
@@ -75,9 +77,14 @@ class FlatLayout:
         return -(-self.numel // BLOCK)
 
     @property
+    def part_numel(self) -> int:
+        """Elements of a shard that one replica sums, a multiple of BLOCK."""
+        return -(-self.blocks // (self.shards * self.replicas)) * BLOCK
+
+    @property
     def shard_numel(self) -> int:
-        """Elements of one shard, a multiple of BLOCK."""
-        return -(-self.blocks // self.shards) * BLOCK
+        """Elements of one shard."""
+        return self.part_numel * self.replicas
 
     @property
     def padded(self) -> int:

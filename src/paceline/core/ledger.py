@@ -50,6 +50,7 @@ def planned_states(
     groups: Iterable[GroupSize],
     *,
     shards: int,
+    replicas: int = 1,
     parameters_sharded: bool,
     moments: int,
     owner_rounds: Sequence[Sequence[tuple[int, int]]] = (((0, 1),),),
@@ -59,7 +60,8 @@ def planned_states(
 
     `moments` is the number of state tensors per parameter (AdamW 2, SGD with momentum 1, SGD 0). The rounds are the
     spans of leaves that arrive at the owner, and in this rank's own sums, one after the other (`core.tree.most_held`);
-    with local sums the gradients are an upper bound, since a buffer that was sent may serve the next unit.
+    with local sums the gradients are an upper bound, since a buffer that was sent may serve the next unit. Replicas sum a
+    part of the shard each and put it together in the last round.
     With P elements, S shards and AdamW in bf16 this is the table of the ZeRO paper (arXiv 1910.02054, section 5):
     stages 1 and 2 rest at 2P + (4 + 8 + 4)P/S, stage 3 at (4 + 8 + 4)P/S since bf16 is cast from the master when gathered.
     """
@@ -74,7 +76,8 @@ def planned_states(
             if parameters_sharded or group.master_bytes != group.compute_bytes:
                 sums["master"] += shard * group.master_bytes
             sums["moments"] += moments * shard * group.master_bytes
-            owned = most_held(owner_rounds, group.count) * (group.padded // shards)
+            owned = most_held(owner_rounds, group.count, int(replicas == 1)) * (group.padded // (shards * replicas))
+            owned += whole // shards if replicas > 1 else 0
             local = most_held(local_rounds, group.count) * group.padded
             sums["gradients"] += (owned + local) * group.master_bytes
     return MemoryLedger(sums)

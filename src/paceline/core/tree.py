@@ -10,7 +10,7 @@ therefore adds its own aligned subtrees, sends the partial sums to the owner, an
 the world size nor the accumulation schedule is visible in the result.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -90,19 +90,22 @@ class Counter(Generic[Total, Part]):
         return total
 
 
-def most_held(rounds: Iterable[Iterable[tuple[int, int]]], units: int) -> int:
+def most_held(rounds: Sequence[Iterable[tuple[int, int]]], units: int, left: int | None = None) -> int:
     """The most totals that `units` counters hold together when each round of spans reaches them one after the other.
+
+    `left`: how many a unit keeps when the last round has reached it; None: all that its counter then holds.
 
     It is the number of buffers that a schedule needs, so a plan can count them without running it.
     """
     counter: Counter[None, None] = Counter(lambda part: None, lambda total, part: None, lambda total, right: None)
     most = rest = 0
-    for spans in rounds:
+    for number, spans in enumerate(rounds, 1):
         high = rest
         for start, stop in spans:
             for node in forest(start, stop):
                 counter.push(node, None)
                 high = max(high, len(counter))
-        most = max(most, (units - 1) * max(rest, len(counter)) + high)
-        rest = len(counter)
+        after = len(counter) if left is None or number < len(rounds) else left
+        most = max(most, (units - 1) * max(rest, after) + high)
+        rest = after
     return most

@@ -11,7 +11,7 @@ class Pool:
     """Flat buffers of one size. The gaps between parameters are zero in each and are never written."""
 
     def __init__(self, layout: FlatLayout, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._layout, self._numel, self._dtype, self._device = layout, numel, dtype, device
+        self._layout, self._numel, self.dtype, self._device = layout, numel, dtype, device
         self._free: list[torch.Tensor] = []
         self._alive = self._most = 0
 
@@ -20,7 +20,7 @@ class Pool:
             return self._free.pop()
         self._alive += 1
         self._most = max(self._most, self._alive)
-        buffer = torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        buffer = torch.empty(self._numel, dtype=self.dtype, device=self._device)
         if self._numel == self._layout.padded:
             for start, stop in self._layout.gaps():
                 buffer[start:stop].zero_()
@@ -36,7 +36,7 @@ class Pool:
     @property
     def bytes(self) -> int:
         """Bytes of the most buffers that there were at one time."""
-        return self._most * self._numel * self._dtype.itemsize
+        return self._most * self._numel * self.dtype.itemsize
 
 
 class Pools:

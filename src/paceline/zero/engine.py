@@ -189,8 +189,12 @@ class Engine:
         """One optimizer step from the micro-batches since the last; `Optimizer.step` calls it."""
         if self.segments is None or not self._k:
             raise RunFailed("optim.step() without a backward before it: there is no gradient to apply.")
+        sums = {id(group): group.sum for group in self.groups if group.sum is not None}
         self._exchanges.drain()
-        totals = {id(group): group.sum.finish() for group in self.groups if group.sum is not None}
+        for each in sums.values():  # of a step whose last micro-batch nobody announced
+            self._exchanges.start(each.complete())
+        self._exchanges.drain()
+        totals = {key: each.take() for key, each in sums.items()}
         norms = [block_norms(totals[id(group)]) for group in self.groups]
         agreed, norm = self._agree_on_step(norms, share)
         if not math.isfinite(norm):
@@ -203,9 +207,8 @@ class Engine:
                 total.mul_(scale)
         self.settle_all()  # a unit that this step did not use may still be sending its values
         self.segments.step(totals)
-        for group in self.groups:
-            assert group.sum is not None
-            group.sum.give_back(totals[id(group)])
+        for key, each in sums.items():
+            each.give_back(totals[key])
         del totals, norms
         self._pools.trim()
         self.step += 1
@@ -320,7 +323,7 @@ class Engine:
         sizes = Counter((g.layout.pattern, g.size) for unit in self.units for g in unit.groups)
         return planned_states(
             [replace(size, count=count) for (_, size), count in sizes.items()],
-            shards=self.plane.shards, parameters_sharded=self.row.parameters_sharded, moments=moments,
+            shards=self.plane.shards, replicas=self.plane.replicas, parameters_sharded=self.row.parameters_sharded, moments=moments,
             owner_rounds=owner, local_rounds=local,
         )  # fmt: skip
 

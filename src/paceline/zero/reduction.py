@@ -16,6 +16,8 @@ from paceline.zero.schedule import Window
 
 Leaf = Sequence[torch.Tensor | None]
 Waits = Generator[list[Pending], None, None]
+Nodes = list[tuple[Node, torch.Tensor]]
+Received = list[tuple[Pool, torch.Tensor]]
 
 
 class Exchanges:
@@ -52,7 +54,8 @@ class GradientSum:
     """The sum of one group's gradients: local partial sums, the exchange, the owner's part of the tree.
 
     Args:
-        layout: where the group's parameters lie; shard `plane.shard` of it is owned here.
+        layout: where the group's parameters lie. Shard `plane.shard` of it is owned here, and this replica sums a part of
+            the shard, so that no rank receives or adds more for there being several replicas.
         leaf_dtype: dtype of the gradients that autograd makes; a single leaf travels in it, since casting it to the
             wider `dtype` at the owner is exact.
         dtype: dtype of all sums, at least float32.
@@ -66,10 +69,12 @@ class GradientSum:
         own, whole = layout.shard_numel, layout.padded
         self._owned = pools.of("gradients", layout, own, dtype)
         self._wholes = pools.of("gradients", layout, whole, dtype)
+        self._parts = pools.of("gradients", layout, layout.part_numel, dtype)
         self._send = pools.of("send", layout, whole, leaf_dtype)
         self._pools = pools
         self._local = self._counter(self._wholes)
-        self._total = self._counter(self._owned)
+        self._total = self._counter(self._parts)
+        self._whole: torch.Tensor | None = None
 
     def _counter(self, pool: Pool) -> Counter[torch.Tensor, Leaf | torch.Tensor]:
         def copy(part: Leaf | torch.Tensor) -> torch.Tensor:
@@ -109,102 +114,106 @@ class GradientSum:
         self._local.push(Node(leaf, 0), gradients)
 
     def exchange(self, window: Window, k: int, gradients: Leaf | None) -> Waits:
-        """Brings this round's partial sums to their owners. Yields the collectives to wait for, phase by phase."""
+        """Brings this round's partial sums to their owners, and in the last round the whole sum to this shard.
+
+        Yields the collectives to wait for, phase by phase.
+        """
         spans = [window.span(rank, k) for rank in range(window.world)]
-        if self._plane.mesh.world == 1:
-            if gradients is not None:
-                self._total.push(Node(spans[0][0], 0), gradients)
-            return
+        if self._plane.mesh.world > 1:
+            yield from self._deal(spans, *self._outgoing(window, gradients))
+        elif gradients is not None:
+            self._total.push(Node(spans[0][0], 0), gradients)
+        if window.counts is not None and k == window.rounds - 1:
+            yield from self.complete()
+
+    def _outgoing(self, window: Window, gradients: Leaf | None) -> tuple[list[torch.Tensor], Pool]:
+        """What this rank brings to the round, and where the buffers go back to."""
         if window.contiguous:
-            parts, give_back, dtype = [total for _, total in self._local.stack], self._wholes, self._dtype
+            parts = [total for _, total in self._local.stack]
             self._local.stack.clear()
-        else:
-            parts, give_back, dtype = [], self._send, self._leaf_dtype
-            if gradients is not None:
-                parts.append(self._send.take())
-                self._write(parts[0], gradients)
-        del gradients
-        found, received, waits = self._scatter(spans, parts, dtype)
-        if self._plane.scatter is not None:
+            return parts, self._wholes
+        if gradients is None:
+            return [], self._send
+        leaf = self._send.take()
+        self._write(leaf, gradients)
+        return [leaf], self._send
+
+    def _deal(self, spans: list[tuple[int, int]], parts: list[torch.Tensor], pool: Pool) -> Waits:
+        """Each shard to its rank of the replica, which sums what it got; then each part of the shard to its replica."""
+        plane, nodes, received = self._plane, [], []
+        hops: list[tuple[collectives.Group, list[list[Node]], int]] = []
+        if plane.scatter is not None:
+            ranks = plane.ranks(plane.replica)
+            hops.append((plane.scatter, [forest(*spans[r]) for r in ranks], self.layout.shard_numel))
+        if plane.replicate is not None:
+            rows = [plane.ranks(replica) for replica in range(plane.replicas)]
+            forests = [forest(spans[row[0]][0], spans[row[-1]][1]) for row in rows]
+            hops.append((plane.replicate, forests, self.layout.part_numel))
+        for number, (group, forests, numel) in enumerate(hops):
+            if number:
+                counter = self._counter(self._owned)
+                self._take_in(counter, nodes, received)
+                parts, pool = [total for _, total in counter.stack], self._owned
+            nodes, received, waits = self._send_out(group, forests, numel, parts, pool.dtype)
             yield waits
             for part in parts:
-                give_back.give(part)
-            if self._plane.replicate is not None:
-                parts, give_back, dtype = self._within_replica(found), self._owned, self._dtype
-        if self._plane.replicate is not None:
-            found, more, waits = self._replicate(spans, parts, dtype)
-            yield waits
-            received += more
-            for part in parts:
-                give_back.give(part)
-        for node, chunk in sorted(found, key=lambda pair: pair[0].start):
-            self._total.push(node, chunk)
+                pool.give(part)
+        self._take_in(self._total, nodes, received)
+
+    def _send_out(
+        self,
+        group: collectives.Group,
+        forests: list[list[Node]],
+        numel: int,
+        parts: list[torch.Tensor],
+        dtype: torch.dtype,
+    ) -> tuple[Nodes, Received, list[Pending]]:
+        """Starts sending node i of every member of `group` to the owners of its chunks of `numel`, for each i."""
+        nodes: Nodes = []
+        received: Received = []
+        waits: list[Pending] = []
+        pool = self._pools.of("receive", self.layout, numel * len(forests), dtype)
+        for i in range(max(map(len, forests))):
+            output = pool.take()
+            receive = [numel if i < len(theirs) else 0 for theirs in forests]
+            mine = i < len(parts)
+            source = parts[i] if mine else output[:0]
+            send = [numel if mine else 0] * len(forests)
+            waits.append(collectives.all_to_all(output[: sum(receive)], source, receive, send, group))
+            arrived = [theirs[i] for theirs in forests if i < len(theirs)]
+            nodes += [(node, output[j * numel : (j + 1) * numel]) for j, node in enumerate(arrived)]
+            received.append((pool, output))
+        return nodes, received, waits
+
+    @staticmethod
+    def _take_in(counter: Counter[torch.Tensor, Leaf | torch.Tensor], nodes: Nodes, received: Received) -> None:
+        """Adds what came in the order of the tree and gives its buffers back."""
+        for node, chunk in sorted(nodes, key=lambda pair: pair[0].start):
+            counter.push(node, chunk)
         for pool, buffer in received:
             pool.give(buffer)
 
-    Found = list[tuple[Node, torch.Tensor]]
-    Received = list[tuple[Pool, torch.Tensor]]
-
-    def _scatter(
-        self, spans: list[tuple[int, int]], parts: list[torch.Tensor], dtype: torch.dtype
-    ) -> tuple[Found, Received, list[Pending]]:
-        """Starts sending node i of every rank to the owners in its replica, for each i."""
-        plane, n = self._plane, self.layout.shard_numel
-        found: GradientSum.Found = []
-        received: GradientSum.Received = []
-        waits: list[Pending] = []
-        if plane.scatter is None:
-            return found, received, waits
-        forests = [forest(*spans[rank]) for rank in plane.ranks(plane.replica)]
-        pool = self._pools.of("receive", self.layout, self.layout.padded, dtype)
-        for i in range(max(map(len, forests))):
-            output = pool.take()
-            receive = [n if i < len(nodes) else 0 for nodes in forests]
-            mine = i < len(parts)
-            source = parts[i] if mine else output[:0]
-            send = [n if mine else 0] * plane.shards
-            waits.append(collectives.all_to_all(output[: sum(receive)], source, receive, send, plane.scatter))
-            at = 0
-            for nodes in forests:
-                if i < len(nodes):
-                    found.append((nodes[i], output[at : at + n]))
-                    at += n
-            received.append((pool, output))
-        return found, received, waits
-
-    def _within_replica(self, found: Found) -> list[torch.Tensor]:
-        """The partial sums of this replica's leaves, one for each aligned subtree."""
-        counter = self._counter(self._owned)
-        for node, chunk in sorted(found, key=lambda pair: pair[0].start):
-            counter.push(node, chunk)
-        return [total for _, total in counter.stack]
-
-    def _replicate(
-        self, spans: list[tuple[int, int]], parts: list[torch.Tensor], dtype: torch.dtype
-    ) -> tuple[Found, Received, list[Pending]]:
-        """Starts sending every replica's partial sums of this shard to all replicas."""
-        plane, n = self._plane, self.layout.shard_numel
-        ranks = [plane.ranks(replica) for replica in range(plane.replicas)]
-        forests = [forest(spans[r[0]][0], spans[r[-1]][1]) for r in ranks]
-        pool = self._pools.of("receive", self.layout, n * plane.replicas, dtype)
-        found: GradientSum.Found = []
-        received: GradientSum.Received = []
-        waits: list[Pending] = []
-        for i in range(max(map(len, forests))):
-            output = pool.take()
-            own = parts[i] if i < len(parts) else output[plane.replica * n : (plane.replica + 1) * n]
-            waits.append(collectives.all_gather(output, own, plane.replicate))
-            found += [(nodes[i], output[r * n : (r + 1) * n]) for r, nodes in enumerate(forests) if i < len(nodes)]
-            received.append((pool, output))
-        return found, received, waits
-
-    def finish(self) -> torch.Tensor:
-        """The owned shard of the whole sum; all exchanges must be complete. `give_back` it after the step."""
+    def complete(self) -> Waits:
+        """Ends the tree and brings the shard together from the replicas' parts; nothing where that is done."""
+        if self._whole is not None:
+            return
         total = self._total.fold()
         if total is None:
-            total = self._owned.take()
+            total = self._parts.take()
             total.zero_()
-        return total
+        if self._plane.replicate is None:
+            self._whole = total
+            return
+        whole = self._owned.take()
+        yield [collectives.all_gather(whole, total, self._plane.replicate)]
+        self._parts.give(total)
+        self._whole = whole
+
+    def take(self) -> torch.Tensor:
+        """The owned shard of the whole sum, once it is complete. `give_back` it after the step."""
+        assert self._whole is not None
+        whole, self._whole = self._whole, None
+        return whole
 
     def give_back(self, total: torch.Tensor) -> None:
         self._owned.give(total)

@@ -42,7 +42,7 @@ class FlatGroup:
         self.parameters = [parameter for _, parameter in named]
         first = self.parameters[0]
         self.trainable = first.requires_grad
-        self.layout = FlatLayout.of(((n, tuple(p.shape)) for n, p in named), plane.shards)
+        self.layout = FlatLayout.of(((n, tuple(p.shape)) for n, p in named), plane.shards, plane.replicas)
         compute, wide = precision.of(first.dtype), precision.master(first.dtype) if self.trainable else first.dtype
         self.flat = torch.zeros(self.layout.padded, dtype=compute, device=plane.mesh.device)
         low = plane.shard * self.layout.shard_numel
