@@ -21,33 +21,39 @@ Received = list[tuple[Pool, torch.Tensor]]
 
 
 class Exchanges:
-    """Reductions in flight, oldest first. Each is a generator that yields what it waits for next.
+    """Reductions in flight, by phase, oldest first. Each is a generator that yields what it waits for next.
 
-    A few at a time hide the exchange behind the backward of the following units and bound the buffers they hold.
+    A few at a time hide each phase behind the backward of the following units and bound the buffers they hold.
     """
 
     LIMIT = 2
 
     def __init__(self) -> None:
-        self._running: deque[tuple[Waits, list[Pending]]] = deque()
+        self._phases: list[deque[tuple[Waits, list[Pending]]]] = []
 
-    def start(self, exchange: Waits) -> None:
-        self.drain(self.LIMIT - 1)
-        first = next(exchange, None)
-        if first is not None:
-            self._running.append((exchange, first))
+    def start(self, exchange: Waits, phase: int = 0) -> None:
+        """Begins a phase of `exchange`, after making room for it."""
+        if phase == len(self._phases):
+            self._phases.append(deque())
+        self._advance(phase, self.LIMIT - 1)
+        waits = next(exchange, None)
+        if waits is not None:
+            self._phases[phase].append((exchange, waits))
 
-    def drain(self, limit: int = 0) -> None:
-        """Completes the oldest until at most `limit` are left."""
-        while len(self._running) > limit:
-            exchange, waits = self._running.popleft()
-            while True:
-                for pending in waits:
-                    pending.wait()
-                following = next(exchange, None)
-                if following is None:
-                    break
-                waits = following
+    def drain(self) -> None:
+        """Completes all."""
+        phase = 0
+        while phase < len(self._phases):
+            self._advance(phase, 0)
+            phase += 1
+
+    def _advance(self, phase: int, limit: int) -> None:
+        """Moves the oldest on until at most `limit` are left in their `phase`."""
+        while len(self._phases[phase]) > limit:
+            exchange, waits = self._phases[phase].popleft()
+            for pending in waits:
+                pending.wait()
+            self.start(exchange, phase + 1)
 
 
 class GradientSum:
@@ -204,9 +210,11 @@ class GradientSum:
         if self._plane.replicate is None:
             self._whole = total
             return
-        whole = self._owned.take()
-        yield [collectives.all_gather(whole, total, self._plane.replicate)]
+        whole, at = self._owned.take(), self._plane.replica * self.layout.part_numel
+        own = whole[at : at + self.layout.part_numel]
+        own.copy_(total)
         self._parts.give(total)
+        yield [collectives.all_gather(whole, own, self._plane.replicate)]
         self._whole = whole
 
     def take(self) -> torch.Tensor:
