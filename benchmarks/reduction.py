@@ -43,7 +43,7 @@ def ways(numel: int, dtype) -> dict[str, Callable]:
     def tree():
         exchanges.start(total.exchange(window, 0, [gradient]))
         exchanges.drain()
-        found = total.finish()
+        found = total.take()
         total.give_back(found)
         return found
 
