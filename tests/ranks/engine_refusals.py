@@ -115,3 +115,12 @@ def not_finite(mesh):
     engine.backward(model(torch.ones(1, 8)).sum() * float("inf"), 1.0)
     said = said_by(optim.step)
     return said, bool((engine.full("up.weight") == before).all())
+
+
+def surplus_backward(mesh, stage):
+    """The window's micro-batches, and one more: its gradient must not be dropped without a word."""
+    torch.manual_seed(0)
+    engine = paceline.shard(model := nn.Linear(2, 2), mesh, stage=stage)
+    for _leaf in engine.window(2 * mesh.world):
+        engine.backward(model(torch.ones(1, 2)).sum(), 1.0)
+    return said_by(lambda: engine.backward(model(torch.ones(1, 2)).sum(), 1.0))

@@ -145,6 +145,12 @@ def test_evaluation_between_steps_changes_nothing(world, stage):
     assert without == between
 
 
+@STAGES
+@ranks(1, 2)
+def test_a_backward_beyond_the_window_is_refused(world, stage):
+    assert "one backward more than the 2 micro-batches" in same(run(world, refusals.surplus_backward, stage))
+
+
 @ranks(2)
 def test_wrong_use_is_refused(world):
     said = same(run(world, refusals.wrong_use))

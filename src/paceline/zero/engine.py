@@ -169,13 +169,23 @@ class Engine:
         reduces = not has_leaf or window.reduces(rank, k)
         for group in unit.trainable:
             assert group.sum is not None
-            gradients = group.take_gradients() if has_leaf else None
+            gradients = group.take_gradients()
+            if not has_leaf:
+                self._refuse_surplus(gradients)
+                gradients = None
             if window.contiguous and gradients is not None:
                 group.sum.local(self._leaf(), gradients)
             if reduces:
                 self._exchanges.start(group.sum.exchange(window, 0 if window.contiguous else k, gradients))
         if reduces and unit.trainable:
             self._reductions.add(unit)
+
+    def _refuse_surplus(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        if any(gradient is not None for gradient in gradients):
+            raise RunFailed(
+                f"step {self.step} has one backward more than the {self._k} micro-batches that `engine.window` or "
+                f"`engine.accumulate` gave this rank: call `optim.step()` before it, or ask for more micro-batches."
+            )
 
     def _ended(self) -> None:
         window, rank = self._window, self.mesh.rank
