@@ -126,7 +126,9 @@ class GradientSum:
         """
         spans = [window.span(rank, k) for rank in range(window.world)]
         if self._plane.mesh.world > 1:
-            yield from self._deal(spans, *self._outgoing(window, gradients))
+            parts, pool = self._outgoing(window, gradients)
+            del gradients  # they are in the parts now; a waiting generator would keep them
+            yield from self._deal(spans, parts, pool)
         elif gradients is not None:
             self._total.push(Node(spans[0][0], 0), gradients)
         if window.counts is not None and k == window.rounds - 1:
